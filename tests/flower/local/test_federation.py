@@ -33,6 +33,11 @@ def test_a_federation_that_fails_says_why_in_one_line(tmp_path, monkeypatch):
 REAL = processes.Process
 
 
+WRITES_FILES = (  # as the SuperLink and, a moment later, as a node
+    "import os; open('db', 'w'); os.makedirs('dir', exist_ok=True); print('SuperNode ID: 7', flush=True)"
+)
+
+
 def test_what_processes_write_is_their_owners_alone(tmp_path):
     (tmp_path / "before").touch()
     folder = tmp_path / "fed"
@@ -42,7 +47,7 @@ def test_what_processes_write_is_their_owners_alone(tmp_path):
     federation.register = lambda key: 7
     federation.start_superlink = lambda: federation.processes.launch(
         "superlink",
-        [sys.executable, "-c", "import os; open('db', 'w'); os.makedirs('dir', exist_ok=True); print('SuperNode ID: 7', flush=True)"],
+        [sys.executable, "-c", WRITES_FILES],
         "superlink",
     )
     federation.start_node = lambda client: federation.nodes.update({client: federation.start_superlink()})
