@@ -58,7 +58,7 @@ class Result:
         page = checked_path(path, "the page")
         target = self._trials.target
         targets = [] if target is None else [target]
-        save_page(build(self._trials.runs, targets=targets, title=title, read_data=True), page)
+        save_page(build(self._trials.runs, targets=targets, title=title), page)
         return page
 
     def __repr__(self) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lamina.base.errors import BadInput, Diverged
+from lamina.data.partitions import label_counts
 from lamina.engines.devices import choose_device
 from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.engine import Stacked
@@ -33,6 +34,7 @@ from lamina.training.training import Training
 log = logging.getLogger(__name__)
 
 CHECKPOINT_THREADS = 8
+MOST_CLASS_COUNTS = 10_000  # clients times classes: a larger partition.json would slow down reports
 SLOW_WRITING_SECONDS, SLOW_WRITING_FRACTION = 20.0, 0.5  # of checkpoints, in all and of the run so far
 
 
@@ -169,6 +171,9 @@ def train(
     """
     rounds, every = experiment.train.rounds, experiment.run.checkpoint_every
     torch.set_num_threads(choose_threads(experiment, simulations[0].objective.start.numel()))
+    for folder, simulation in zip(folders, simulations, strict=True):
+        if isinstance(folder, RunFolder):
+            folder.partition = describe_partition(simulation)
     population = Population(simulations) if len(simulations) > 1 else None
     diverged: dict[int, Diverged] = {}
     for i, simulation in enumerate(simulations):  # killed after the checkpoint of a round with an infinite test loss
@@ -208,6 +213,18 @@ def train(
             return True
     _for_each([i for i in range(len(simulations)) if i not in diverged], lambda i: folders[i].finish(simulations[i]))
     return False
+
+
+def describe_partition(simulation: Training) -> dict[str, Any] | None:
+    """Return how many samples of each class every client holds; None without classes or if these are many numbers.
+
+    If the data are split again in every round, the counts are those of the first round's cohort.
+    """
+    clients, labels = simulation.all_clients, simulation.train_data.labels
+    parts = clients.parts if clients.reallocation is None else clients.samples(1, simulation.plan.cohort(1))
+    if labels is None or len(parts) * (labels.max() + 1) > MOST_CLASS_COUNTS:
+        return None
+    return {"class_counts": label_counts(parts, labels).tolist()}
 
 
 def _for_each(runs: Iterable[int], write: Callable[[int], None]) -> None:
