@@ -68,7 +68,6 @@ class Objective:
         # without running statistics, a sample's output depends on the samples it is evaluated with
         self.evaluates_by_batch = any(norm.running_mean is None for norm in norms)
         self._other_names = _other_names(module)
-        self._gives_sparse_gradients = any(getattr(m, "sparse", False) is True for m in module.modules())
 
     def difference(self, other: Objective) -> str:
         """Return how two objectives differ in more than their weights, or an empty string."""
@@ -193,8 +192,6 @@ class Objective:
         """Return the gradient of the mean loss over the batch, or of the sum with `weights` [n], and that loss."""
         leaf = x.detach().requires_grad_()
         parameters = self.layers.unflatten(leaf)
-        if self._gives_sparse_gradients:
-            parameters = {n: _WithDenseGradient.apply(p) for n, p in parameters.items()}  # type: ignore[no-untyped-call]
 
         def differentiate(outputs: Tensor) -> tuple[Tensor, Tensor]:
             losses = self.loss(outputs, targets)
@@ -263,18 +260,6 @@ class _Pass(nn.Module):
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Any:
         return self.function(*args, **kwargs)
-
-
-class _WithDenseGradient(torch.autograd.Function):
-    """The parameter as it is; a sparse gradient (`nn.Embedding(sparse=True)`) becomes a dense one of the same value."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor) -> Tensor:
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.to_dense() if grad.is_sparse else grad
 
 
 def _on_device(loss: Loss, like: Tensor) -> Loss:

@@ -6,9 +6,7 @@ the clients that the others train.
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,11 +29,8 @@ from lamina.training.history import History, Row
 from lamina.training.population import Population
 from lamina.training.training import Training
 
-log = logging.getLogger(__name__)
-
 CHECKPOINT_THREADS = 8
-MOST_CLASS_COUNTS = 10_000  # clients times classes: a larger partition.json would slow down reports
-SLOW_WRITING_SECONDS, SLOW_WRITING_FRACTION = 20.0, 0.5  # of checkpoints, in all and of the run so far
+MOST_CLASS_COUNTS = 100_000  # clients times classes: a larger partition.json would slow down reports
 
 
 class RankFolder:
@@ -186,7 +181,6 @@ def train(
     if population is not None:
         population.diverged |= diverged
     number = max(simulation.state.round for simulation in simulations)
-    began, writing_seconds, has_warned = time.monotonic(), 0.0, Ranks.current().rank > 0  # the first one warns for all
     while number < rounds and len(diverged) < len(simulations):
         number += 1
         rows, failed = _run_round(simulations, population, diverged, evaluate=number == rounds)
@@ -196,14 +190,7 @@ def train(
         stopped = not everywhere(not stop()) and number < rounds
         # A run that diverges leaves the population: save the others, so that this round is not repeated without it.
         if number % every == 0 or number == rounds or stopped or failed:
-            before = time.monotonic()
             _for_each(rows, lambda i: folders[i].checkpoint(simulations[i]))
-            writing_seconds += time.monotonic() - before
-            fraction = writing_seconds / (time.monotonic() - began)
-            if not has_warned and writing_seconds > SLOW_WRITING_SECONDS and fraction > SLOW_WRITING_FRACTION:
-                has_warned = True
-                what = "writing checkpoints takes %.0f %% of the time: raise run.checkpoint_every, which is %d"
-                log.warning(what, 100 * fraction, every)
         for i, reason in failed.items():
             folders[i].diverge(reason)
         diverged |= failed
