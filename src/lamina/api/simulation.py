@@ -92,7 +92,7 @@ class Simulation(Training):
         augmentation: random crop and flip of training images, such as `lamina.data.Augment(pad=4)`.
         seed: the source of all randomness; default 0.
         device: "auto" (a GPU if there is one), or any torch device.
-        engine: "stacked" (clients as one model), "vmap" (the same by `torch.func.vmap`) or "loop" (one by one);
+        engine: "stacked" (clients as one model), "captured" (the model as it is, replayed on a GPU) or "loop";
             "auto" takes the first that fits the model. Or another simulation of the same model, whose engine is used:
             this saves the test of what fits.
         precision: the model's arithmetic: "fp32", "tf32", or "bf16" (weights and optimiser state stay float32).
@@ -124,7 +124,7 @@ class Simulation(Training):
         heldout_clients: Heldout | None = None,
         local_test: float | None = None,
         device: str | torch.device = "auto",
-        engine: Literal["auto", "stacked", "vmap", "loop"] | Simulation = "auto",
+        engine: Literal["auto", "stacked", "captured", "loop"] | Simulation = "auto",
         precision: Precision = "fp32",
         deterministic: bool = False,
         evaluate_every: int = 1,

@@ -26,11 +26,13 @@ from torch import Tensor
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
 from lamina.base.errors import Diverged
 from lamina.data.dataset import Dataset
+from lamina.data.parts import Indices
 from lamina.engines.devices import arithmetic
 from lamina.engines.loop import FIXED_CHUNK, Loop
 from lamina.engines.ranks import Ranks
+from lamina.engines.stacked.apart import Apart
 from lamina.engines.stacked.feed import BatchFeed
-from lamina.engines.stacked.forward import Forward
+from lamina.engines.stacked.forward import CapturedForward, Forward
 from lamina.engines.stacked.graphs import Graphs
 from lamina.engines.stacked.independence import parts_of
 from lamina.engines.stacked.memory import Memory
@@ -94,18 +96,21 @@ class Stacked:
     protocol: TrainSettings  # for `run_round`; members share its aggregation and augmentation
     record_trust_ratios: bool = False
     memory: Memory = field(init=False)
-    graphs: Graphs | None = field(init=False)  # captured local steps; None: steps run one operation at a time
+    graphs: Graphs | Apart | None = field(init=False)  # captured local steps; None: steps run one operation at a time
     feed: BatchFeed = field(init=False)
     _sent_weights: tuple[Any, Tensor] | None = field(default=None, init=False, repr=False)  # cache of `_row_weights`
 
     def __post_init__(self) -> None:
         self.memory = Memory(self.objective.device)
-        self.graphs = Graphs() if self.objective.device.type == "cuda" else None
+        if isinstance(self.forward, CapturedForward):
+            self.graphs = Apart()
+        else:
+            self.graphs = Graphs() if self.objective.device.type == "cuda" else None
         self.feed = BatchFeed(self.objective, self.protocol)
 
     @property
     def name(self) -> str:
-        """Return the name of the engine: "stacked", or "vmap" where the module has no stacked form."""
+        """Return the name of the engine: "stacked", or "captured" if clients are trained apart."""
         return self.forward.name
 
     @functools.cached_property
@@ -200,7 +205,7 @@ class Stacked:
         work = LocalWork(
             algorithm, local, down, buffers, batches, info.lr, clip, needs.control_variate, needs.second_gradient
         )  # fmt: skip
-        local, losses = self._take_steps(self._problem, work, lone_sample=bool((filled == 1).any()))
+        local, losses = self._take_steps(self._problem, work, filled)
         sent, client = algorithm.finish(local, down, client, info)
         return Trained(
             losses=losses / send(steps, self.objective.device),
@@ -284,11 +289,11 @@ class Stacked:
             steps[e] = step_server(member.algorithm, self.objective.layers, member.state, member.plan, sums)
         return steps
 
-    def _take_steps(self, problem: StackedObjective, work: LocalWork, lone_sample: bool = False) -> tuple[Any, Tensor]:
+    def _take_steps(self, problem: StackedObjective, work: LocalWork, filled: Indices) -> tuple[Any, Tensor]:
         """Return the local state after all steps, and the sum of every row's losses."""
         if self.graphs is not None:
-            return self.graphs.train(problem, work, lone_sample)
-        problem.forward.announce(lone_sample)
+            return self.graphs.train(problem, work, filled)
+        problem.forward.announce(lone_sample=not problem.summed and bool((filled == 1).any()))
         return train(problem, self.parts, work)
 
     def _client_records(self, now: RoundInProgress, chunk: list[Row], home: torch.device) -> list[Any]:
@@ -393,13 +398,15 @@ class Stacked:
         for line, positions in zip(padded, samples, strict=True):
             line[: len(positions)], line[len(positions) :] = positions, positions[0]
         index = send(padded.reshape(len(chunk), steps, batch), device)
-        counts = send(np.clip(sizes[:, None] - batch * np.arange(steps), 0, batch), device)
+        filled = np.clip(sizes[:, None] - batch * np.arange(steps), 0, batch)
+        counts = send(filled, device)
         states = [now.members[row.member].state for row in chunk]
         y = self._to_layout(torch.stack([state.server.x for state in states]))
         buffers = {n: torch.stack([state.buffers[n] for state in states]) for n in self.objective.buffers}
         start = Summing(y, torch.zeros_like(y))
         work = LocalWork(SumOfGradients(), start, NoBroadcast(), buffers, Batches(index, counts, None, None), 0.0)
-        local, _ = self._take_steps(StackedObjective(self.objective, self.data, self.forward, summed=True), work)
+        problem = StackedObjective(self.objective, self.data, self.forward, summed=True)
+        local, _ = self._take_steps(problem, work, filled)
         gradients = local.total / send(sizes, device).to(y.dtype).unsqueeze(1)
         now.gradients |= dict(zip(chunk, gradients, strict=True))
 
