@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lamina.algorithms.contract import Algorithm
 from lamina.base.errors import BadInput, unknown
@@ -118,7 +118,9 @@ def _fastest_engine(name: str, precision: Precision, is_random: bool, **settings
     why = UNCONTROLLED if is_random else _why_client_by_client(algorithm, objective)
     if not why:
         sample = _probe_batch(settings["data"], objective)
-        if name != "captured":
+        if name == "auto" and objective.device.type == "cuda":
+            why = _why_apart(objective.module)
+        if name != "captured" and not why:
             forward, why = choose_forward(objective, sample, precision)
             why = why or _why_one_order(algorithm, objective)
             if forward is not None and not why:
@@ -135,6 +137,17 @@ def _fastest_engine(name: str, precision: Precision, is_random: bool, **settings
         raise BadInput(f"engine='{name}' is not possible here: {why}; engine='auto' falls back by itself")
     log.info("running client by client: %s", why)
     return Loop(**settings, why=why)
+
+
+def _why_apart(module: nn.Module) -> str:
+    """Return why a GPU trains the module's clients faster apart than stacked, or an empty string."""
+    for layer in module.modules():
+        if any(p.requires_grad for p in layer.parameters(recurse=False)):
+            if isinstance(layer, nn.RNNBase):
+                return "cuDNN computes all time steps of a recurrent layer at once"
+            if isinstance(layer, nn.modules.conv._ConvNd) and layer.groups > 1:
+                return "grouped convolutions gain nothing from stacking"
+    return ""
 
 
 def _probe_batch(data: Dataset, objective: Objective) -> tuple[Inputs, Tensor]:

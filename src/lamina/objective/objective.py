@@ -167,6 +167,11 @@ class Objective:
             set_streams(dropouts, None)
 
     @property
+    def tied(self) -> set[str]:
+        """The names of the parameters and buffers that the module holds in several places."""
+        return set(self._other_names.values())
+
+    @property
     def draws_masks(self) -> bool:
         """Whether the module's dropout draws from streams; a module that has not run yet may."""
         return len(self.dropouts) > 1 or self.functional.is_called is not False

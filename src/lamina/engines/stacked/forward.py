@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from lamina.base import rng
@@ -39,12 +39,8 @@ class Forward(Protocol):
         """Set whether some client's next batch holds a single sample, which BatchNorm refuses."""
         ...
 
-    def dtype_of(self, parameter: Tensor) -> torch.dtype:
-        """Return the type in which the pass uses a parameter [C, ...]."""
-        ...
-
-    def rounded(self, parameters: Parameters) -> Parameters:
-        """Return the parameters in the types that the pass uses."""
+    def rounds(self, name: str, parameter: Tensor) -> bool:
+        """Return whether the pass uses a parameter [C, ...] in bfloat16; the rows keep it in float32."""
         ...
 
     def losses(
@@ -94,14 +90,9 @@ class StackedForward:
         for layer in self.batch_norms:
             layer.lone_sample = lone_sample  # type: ignore[assignment]
 
-    def dtype_of(self, parameter: Tensor) -> torch.dtype:
-        """Return bfloat16 for matrices and kernels if that is the precision; biases and norm scales stay float32."""
-        is_rounded = self.precision == "bf16" and parameter.dim() > 2 and parameter.is_floating_point()
-        return torch.bfloat16 if is_rounded else parameter.dtype
-
-    def rounded(self, parameters: Parameters) -> Parameters:
-        """Return the parameters in the types that the pass uses; the rows keep them in float32."""
-        return {name: parameter.to(self.dtype_of(parameter)) for name, parameter in parameters.items()}
+    def rounds(self, name: str, parameter: Tensor) -> bool:
+        """Return whether this is a matrix or a kernel, and bf16 the precision; biases and scales of norms stay."""
+        return self.precision == "bf16" and parameter.dim() > 2 and parameter.is_floating_point()
 
     def losses(
         self, parameters: Parameters, buffers: Buffers, inputs: Inputs, targets: Tensor, mask: Tensor | None,
@@ -152,17 +143,18 @@ class CapturedForward:
 
     def __init__(self, objective: Objective, precision: Precision) -> None:
         self.objective, self.precision = objective, precision
+        is_rounded = precision == "bf16" and objective.dtype == torch.float32
+        layers = objective.module.named_modules() if is_rounded else ()
+        of_layers = ((layer, name) for name, layer in layers if type(layer) in ROUNDED_BY_AUTOCAST)
+        self._rounded = {f"{name}.{own}" if name else own for layer, name in of_layers for own in layer._parameters}
+        self._rounded -= objective.tied  # other layers may use them in another way
 
     def announce(self, lone_sample: bool) -> None:
         """Do nothing: torch itself refuses a batch of one sample."""
 
-    def dtype_of(self, parameter: Tensor) -> torch.dtype:
-        """Return the parameter's own type: autocast rounds what is multiplied."""
-        return parameter.dtype
-
-    def rounded(self, parameters: Parameters) -> Parameters:
-        """Return the parameters as they are."""
-        return parameters
+    def rounds(self, name: str, parameter: Tensor) -> bool:
+        """Return whether autocast rounds this parameter whenever it is used, so that it can be done once a step."""
+        return name in self._rounded
 
     def losses(
         self, parameters: Parameters, buffers: Buffers, inputs: Inputs, targets: Tensor, mask: Tensor | None,
@@ -191,6 +183,13 @@ class CapturedForward:
             own, own_buffers, own_inputs, targets.squeeze(0), train=train, streams=streams, weights=weights
         )
         return {name: gradient.unsqueeze(0) for name, gradient in gradients.items()}, loss.unsqueeze(0)
+
+
+# layers that do nothing with their parameters but multiply inputs by them
+ROUNDED_BY_AUTOCAST = (
+    nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear, nn.MultiheadAttention,
+    nn.Conv1d, nn.Conv2d, nn.Conv3d,
+)  # fmt: skip
 
 
 def _only_client(*records: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

@@ -207,11 +207,11 @@ class CapturedSteps:
         """Return the parameters in the precision of the forward pass by name, and the buffer of the rounded ones."""
         layers, forward = self._problem.layers, self._problem.forward
         parameters = layers.unflatten(self._local.y)
-        if all(forward.dtype_of(parameter) == parameter.dtype for parameter in parameters.values()):
+        if not any(forward.rounds(name, parameter) for name, parameter in parameters.items()):
             return parameters, None
         rounded = self._rows_like(self._local.y.bfloat16())
         views = layers.unflatten(rounded)
-        return {n: views[n] if forward.dtype_of(p) != p.dtype else p for n, p in parameters.items()}, rounded
+        return {n: views[n] if forward.rounds(n, p) else p for n, p in parameters.items()}, rounded
 
     def _copy_in(self, work: LocalWork) -> None:
         rows, count = work.batches.samples.shape[:2]

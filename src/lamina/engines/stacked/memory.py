@@ -129,7 +129,7 @@ def row_bytes(problem: StackedObjective, batch: int) -> int:
     objective = problem.objective
     index = torch.zeros(1, batch, dtype=torch.long, device=objective.device)
     keys = index if problem.augmentation is not None else None
-    parameters = problem.forward.rounded(objective.layers.unflatten(objective.start.unsqueeze(0)))
+    parameters = problem.rounded(objective.layers.unflatten(objective.start.unsqueeze(0)))
     leaves = {name: parameter.clone().requires_grad_() for name, parameter in parameters.items()}
     buffers: dict[str, Any] = {name: buffer.unsqueeze(0).clone() for name, buffer in objective.buffers.items()}
     with recording(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):  # sizes need no results

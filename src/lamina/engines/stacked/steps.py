@@ -133,11 +133,12 @@ class StackedObjective:
         self, parameters: Mapping[str, Tensor], buffers: Buffers, batch: Batches
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return every row's gradient of its mean loss by name, perhaps rounded, and those losses [rows]."""
+        parameters = self.rounded(parameters)
         if isinstance(self.forward, CapturedForward):
             x, y = self._samples(batch)
             train = not self.summed
             return self.forward.gradients(parameters, buffers, x, y, train=train, streams=batch.streams)
-        leaves = {n: p.detach().requires_grad_() for n, p in self.forward.rounded(parameters).items()}
+        leaves = {n: p.detach().requires_grad_() for n, p in parameters.items()}
         # a parameter that the loss does not reach has a gradient of zero, as in the loop
         losses, gradients = differentiate(lambda: self.mean_losses(leaves, buffers, batch), list(leaves.values()))
         by_name = dict(zip(leaves, gradients, strict=True))
@@ -156,6 +157,10 @@ class StackedObjective:
             return losses.sum(1) if self.summed else losses.mean(1)
         sums = torch.where(mask, losses, 0.0).sum(1)
         return sums if self.summed else sums / counts.clamp(min=1)
+
+    def rounded(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parameters in the types that the forward pass uses."""
+        return {n: p.bfloat16() if self.forward.rounds(n, p) else p for n, p in parameters.items()}
 
     def _samples(self, batch: Batches) -> tuple[Inputs, Tensor]:
         """Return the inputs, augmented and normalised, and the targets of a batch."""
