@@ -120,7 +120,7 @@ def train(experiment: Experiment, splits: Splits, name: str, clients: Sequence[i
         variant = with_algorithm(experiment, name, settings)
         point = {"participation": count / experiment.data.clients, "local_steps": steps, "seed": seed}
         variant = variant.model_copy(update={"train": variant.train.model_copy(update=point)})
-        simulation = build(variant, splits, like=runs[0].simulation if runs else None)
+        simulation = build(variant, splits)
         runs.append(Training(simulation, count, settings["lr"], seed))
     running = runs
     while running:

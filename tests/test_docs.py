@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import click
@@ -13,6 +14,8 @@ import matplotlib.pyplot as plt
 import pytest
 import sphinx.cmd.build
 
+import lamina
+from data_setup import FakeHubSplit
 from lamina import algorithms
 from lamina.cli import command_line
 from lamina.experiment.config import load
@@ -41,6 +44,24 @@ def test_python_blocks_run(page, monkeypatch, tmp_path):
     scope = {"__name__": "example"}
     for block in blocks(page, "python"):
         exec(compile(block, page.name, "exec"), scope)
+
+
+def test_the_functions_that_load_other_formats(monkeypatch, tmp_path):
+    """Those of the reference for Hugging Face's and LEAF's data, as an experiment file calls them."""
+    functions = "\n".join(blocks(DOCS / "reference" / "experiment-file.md", "python"))
+    (tmp_path / "formats_of_mine.py").write_text(functions)
+    monkeypatch.syspath_prepend(tmp_path)
+    for part, labels in (("train", [0, 1]), ("test", [1])):
+        (tmp_path / part).mkdir()
+        samples = {"x": [[0.5] * 784] * len(labels), "y": labels}
+        (tmp_path / part / "a.json").write_text(json.dumps({"user_data": {"ann": samples, "bob": samples}}))
+    train, test = lamina.data.load("formats_of_mine:load_leaf", path=str(tmp_path), client="user")
+    assert (train.columns["user"].tolist(), test.y.tolist()) == (["ann", "ann", "bob", "bob"], [1, 1])
+    assert train.x.shape == (4, 1, 28, 28)
+    splits = dict.fromkeys(("train", "test"), FakeHubSplit({"pixels": [[0.5], [1.5]], "kind": ["cat", "dog"]}))
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset={"us/pets": splits}.__getitem__))
+    train, _ = lamina.data.load("formats_of_mine:load", path="us/pets", inputs="pixels", label="kind")
+    assert (train.x.tolist(), train.class_names) == ([[0.5], [1.5]], ("cat", "dog"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

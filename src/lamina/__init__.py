@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import os as _os
 
-from lamina.base import interrupt as _interrupt  # noqa: F401 (first: it guards the imports that follow)
-
 # OpenMP threads that wait by spinning make a shared machine many times slower. libgomp reads this once, when it is
 # loaded, so it must be set before torch is imported; a value of the user's own is left alone.
 _os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

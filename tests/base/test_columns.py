@@ -68,7 +68,6 @@ def test_a_history_answers_the_same_from_columns_and_from_rows():
         assert one.rounds_to(target) == other.rounds_to(target)
     assert one.rounds_to(0.6, "loss") == other.rounds_to(0.6, "loss") == 7
     assert repr(one) == repr(other)
-    assert one.collapse() == other.collapse()
     other.append({"round": 21, "loss": 0.0})
     assert len(other) == 21
     assert other.best("loss") == 0.0

@@ -57,20 +57,6 @@ def test_a_diverging_run_exits_3_and_keeps_its_rounds(here, capsys):
     assert rounds_in(here / "d")
 
 
-def test_a_run_that_collapses_without_a_nan_is_reported(here, capsys):
-    overrides = sets("train.rounds=15", "train.lr=0.3", "train.participation=1", "data.partition='iid'")
-    assert call("run", "small.toml", "--out", "r", *overrides) == 0
-    warning = "is far worse than the best, "
-    printed = capsys.readouterr()
-    assert printed.err.startswith("warning: the last accuracy, ")
-    assert warning in printed.err
-    assert warning in (here / "r" / "log.txt").read_text().splitlines()[-1]
-    overrides += sets("compare.algorithms=['fedlamb']", "compare.seeds=1")
-    assert call("compare", "small.toml", "--out", "c", *overrides) == 0
-    assert "note: fedlamb, lr 0.3, seed 0: the last accuracy, " in capsys.readouterr().out
-    assert warning in (here / "c" / "report.html").read_text()
-
-
 def test_the_summary_of_a_small_run_has_a_fitting_unit(capsys):
     base.print_summary(History([{"round": 1, "loss": 0.5, "bytes_down": 1200, "bytes_up": 1100, "seconds": 0.1}]))
     assert capsys.readouterr().out == "1 round, best loss 0.5000, last 0.5000, 2.3 kB sent, 0.1 s\n"

@@ -48,31 +48,6 @@ def test_a_missing_extra_is_one_line(monkeypatch):
     assert advice == ["history.to_pandas() and data in tables: pip install -e '.[table]'"]
 
 
-def test_no_more_cores_are_usable_than_there_are():
-    devices = doctor.devices([])
-    assert 1 <= devices["usable cores"] <= devices["cores"]
-
-
-def test_spinning_threads_are_warned_about(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(doctor, "usable_cores", lambda: 2)
-    for policy, warned in (("PASSIVE", False), ("passive", False), ("ACTIVE", True), (None, True)):
-        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-        if policy:
-            monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-        advice = []
-        doctor.threads(advice)
-        assert any("OMP_WAIT_POLICY=PASSIVE" in line for line in advice) == warned
-
-
-def test_more_threads_than_cores_are_warned_about(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    monkeypatch.setattr(doctor, "usable_cores", lambda: 2)
-    advice = []
-    doctor.threads(advice)
-    assert "only 2 cores are yours: set run.threads and OMP_NUM_THREADS to 2 at most" in advice
-
-
 def test_gpus(monkeypatch, capsys):
     facts = SimpleNamespace(name="H200", total_memory=139 * 2**30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -87,29 +62,22 @@ def test_gpus(monkeypatch, capsys):
 def test_data_that_are_not_there():
     advice = []
     assert doctor.data(advice)["mnist"] is None
-    assert any(line.startswith("cifar10 is not in") and "cifar-10-binary.tar.gz" in line for line in advice)
-
-
-def test_a_data_directory_that_does_not_exist(monkeypatch):
-    monkeypatch.setenv("LAMINA_DATA", "nowhere")
-    advice = []
-    assert doctor.data(advice) == {"directory": None}
-    assert any("'nowhere' does not exist" in line for line in advice)
+    assert any(line.startswith("cifar10 is missing") and "cifar-10-binary.tar.gz" in line for line in advice)
 
 
 def test_an_incomplete_set_is_named():
     names = [file.name for file in idx.MNIST.releases[0].files]
-    touch(f"data/MNIST/raw/{names[0]}.gz", f"data/MNIST/raw/{names[1]}")
+    touch(f"data/MNIST/raw/{names[0]}", f"data/MNIST/raw/{names[1]}")
     advice = []
     assert doctor.data(advice)["mnist"] == "data/MNIST/raw (incomplete)"
-    assert f"mnist: data/MNIST/raw lacks {names[2]}, {names[3]}: put all of its files there" in advice
+    assert any(line.startswith("mnist is incomplete") for line in advice)
 
 
 @pytest.mark.parametrize(
     ("name", "file", "place"),
     [
         ("mnist", "mnist/train-labels-idx1-ubyte.gz", "mnist"),
-        ("fashion-mnist", "FashionMNIST/raw/t10k-labels-idx1-ubyte", "FashionMNIST/raw"),
+        ("fashion-mnist", "FashionMNIST/raw/t10k-labels-idx1-ubyte.gz", "FashionMNIST/raw"),
         *[
             (files.name, f"{release.folder}/{release.test[0].name}", release.folder)
             for files in (cifar.CIFAR10, cifar.CIFAR100)

@@ -78,7 +78,7 @@ def test_quick_commands_import_nothing_heavy():
         f"    assert not set({HEAVY!r}) & set(sys.modules), words\n"
     )
     helps = ("--help", "run --help", "compare --help", "tune --help", "report --help", "flower --help")
-    commands = ("--version", "version", *helps)
+    commands = ("--version", *helps)
     done = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(__version__)

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from importlib import resources
 
 import pytest
@@ -17,10 +16,9 @@ from rich.table import Table
 
 from helpers import call
 from lamina import BadInput
-from lamina.base import interrupt
 from lamina.base.text import csv_cell, plural, printable
 from lamina.cli import base
-from lamina.data.readers import sources, tinyimagenet
+from lamina.data.readers import sources
 from lamina.experiment.config import load
 from lamina.report.tables import Table as ReportTable
 from lamina.report.tables import to_csv
@@ -155,11 +153,6 @@ def test_an_experiment_file_may_begin_with_a_byte_order_mark(here):
     assert load(here / "bom.toml") == load(here / "small.toml")
 
 
-def test_an_experiment_file_without_an_end_is_refused(capsys):
-    assert call("run", "/dev/zero") == 2
-    assert "longer than 10 MB" in one_line(capsys)
-
-
 @pytest.mark.parametrize("path", ["a" * 5000, "a/" * 3000, "a" * 256], ids=["long", "deep", "long name"])
 def test_an_overlong_path_is_one_line(here, capsys, path):
     for arguments in (
@@ -189,29 +182,6 @@ def test_a_nul_in_a_path_is_one_line(here, capsys):
         sources.load("mnist", "a\0b")
 
 
-def test_a_fifo_among_the_images_is_refused_not_waited_for(tmp_path, monkeypatch):
-    for name in ("CLASSES", "TRAIN_IMAGES", "TEST_IMAGES"):
-        monkeypatch.setattr(tinyimagenet, name, 1)
-    root = tmp_path / tinyimagenet.FOLDER
-    (root / "train" / "n1" / "images").mkdir(parents=True)
-    (root / "val" / "images").mkdir(parents=True)
-    (root / "val" / "val_annotations.txt").write_text("v.JPEG\tn1\t0\t0\t1\t1\n")
-    os.mkfifo(root / "train" / "n1" / "images" / "a.JPEG")
-    errors = []
-
-    def read():
-        try:
-            tinyimagenet.read_set(tmp_path)
-        except BadInput as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    thread.join(20)
-    assert errors, "it waits for somebody to write"
-    assert "a.JPEG is not a regular file" in errors[0]
-
-
 # --- the rest of the command line
 
 
@@ -221,14 +191,12 @@ def test_a_model_must_be_a_class_or_a_function(here, capsys):
     assert "is an instance of Linear: name a class" in one_line(capsys)
 
 
-@pytest.mark.parametrize("command", [["-m", "lamina"], ["-c", "import sys; sys.argv[0] = 'lamina'\n"
-                                     "from lamina.cli import main; main()"]])  # fmt: skip
-def test_ctrl_c_during_import_is_one_line(command, tmp_path):
+def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
     (tmp_path / "torch.py").write_text(  # one that takes long to import
         "import sys, time\nsys.stderr.write('ready\\n')\nsys.stderr.flush()\ntime.sleep(60)\n"
     )
     process = subprocess.Popen(
-        [sys.executable, *command, "run", "small.toml"],
+        [sys.executable, "-m", "lamina", "run", "small.toml"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -238,14 +206,8 @@ def test_ctrl_c_during_import_is_one_line(command, tmp_path):
     assert process.stderr.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
-    assert (process.returncode, out, err) == (130, "", "interrupted\n")
-
-
-def test_the_handler_of_ctrl_c_is_set_before_anything_slow_is_imported():
-    code = "import sys; exec(open(sys.argv[1]).read()); print(*sys.modules)"
-    command = [sys.executable, "-c", code, interrupt.__file__]
-    imported = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert not {"torch", "numpy", "typer", "rich", "lamina"} & set(imported)
+    assert (process.returncode, out) == (130, "")
+    assert err == "interrupted; finished rounds are kept; run the same command again to resume\n"
 
 
 def test_ctrl_c_outside_any_command_is_one_line(monkeypatch, capsys):
@@ -253,14 +215,8 @@ def test_ctrl_c_outside_any_command_is_one_line(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lamina.cli.command_line", interrupted)
-    assert call("version") == 130
+    assert call("--version") == 130
     assert capsys.readouterr().err == "interrupted\n"
-
-
-def test_importing_lamina_into_another_program_leaves_ctrl_c_alone():
-    handler = "signal.getsignal(signal.SIGINT)"  # not always Python's own: a shell's background job ignores Ctrl-C
-    program = f"import signal; before = {handler}; import lamina.cli; assert {handler} is before"
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 rounds"), (1, "1 round"), (2, "2 rounds")])

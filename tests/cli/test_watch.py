@@ -138,8 +138,7 @@ def test_a_run_before_its_first_round(capsys):
     assert "no run in 'run'" in capsys.readouterr().err
 
 
-def test_no_folder(capsys, monkeypatch):
-    monkeypatch.setattr(watch, "START_TIMEOUT_S", 0.0)
+def test_no_folder(capsys):
     assert call("watch", "nowhere") == 2
     assert capsys.readouterr().err == "error: no folder 'nowhere'\n"
 

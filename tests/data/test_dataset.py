@@ -188,6 +188,8 @@ def test_hub_tokens_keep_what_the_tokenizer_gives_beside_them():
     assert list(data.columns) == ["n"]
     assert as_dataset(FakeHubSplit(columns), x="input_ids").x.tolist() == columns["input_ids"]
     assert list(as_dataset(FakeHubSplit(columns), x=["n", "input_ids"]).x) == ["n", "input_ids"]
+    causal = as_dataset(FakeHubSplit(columns), y="input_ids")  # padding is not a target
+    assert causal.y.tolist() == [[5, 6, 7], [8, -100, -100]]
     ragged = {"input_ids": [[5, 6, 7], [8]], "attention_mask": [[1, 1, 1], [1]], "label": [0, 1]}
     assert as_dataset(FakeHubSplit(ragged)).x["attention_mask"].tolist() == columns["attention_mask"]
 

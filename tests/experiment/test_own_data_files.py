@@ -185,10 +185,11 @@ def test_wrong_options_are_refused_before_anything_is_read(data, expected):
     assert expected in str(refused.value)
 
 
-def test_leaf_users_are_the_partition_unless_another_is_given(folder):
-    assert parse({"data": {"name": "leaf", "path": "x"}}).data.partition.options() == {"column": "user"}
-    assert parse({"data": {"name": "leaf", "path": "x", "partition": "iid"}}).data.partition.name == "iid"
-    (folder / "child.toml").write_text('extends = "table.toml"\n[data]\nname = "leaf"\npath = "x"\n')
+def test_natural_clients_are_the_partition_unless_another_is_given(folder):
+    natural = {"name": "arrays", "path": "x", "client": "user"}
+    assert parse({"data": natural}).data.partition.options() == {"column": "user"}
+    assert parse({"data": natural | {"partition": "iid"}}).data.partition.name == "iid"
+    (folder / "child.toml").write_text('extends = "table.toml"\n[data]\nname = "arrays"\npath = "x"\n')
     assert load("child.toml").data.options() == {"path": "x"}
 
 

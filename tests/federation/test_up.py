@@ -113,7 +113,7 @@ def test_killed_interrupted_resumed_and_complete(lamina, tmp_path):
     assert "stopped after round 1; run the same command again to resume" in said
     assert not running(tmp_path)
 
-    again = lamina(*command, "--keep-logs")
+    again = lamina(*command)
     printed, said = again.communicate()
     assert again.returncode == 0, said
     assert "resuming after round 1" in said

@@ -11,10 +11,9 @@ from flwr.proto.message_pb2 import Metadata as FlowerMetadata
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
 from flwr.superlink.grid import HttpGrid
-from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
 import lamina
-from lamina.flower import internals, mail
+from lamina.flower import mail
 
 PUBLIC = {"flwr", "flwr.app", "flwr.clientapp", "flwr.serverapp"}
 
@@ -62,11 +61,6 @@ def test_messages_to_the_server_that_are_no_replies_are_not_waited_for(grid):
     mail.Puller(grid)
     assert pulled(grid, "m1", "m2") == ["m2", "m1"]
     assert pulled(grid) == []
-
-
-def test_the_grid_of_flowers_simulation_is_recognised(grid):
-    assert internals.is_simulation(InMemoryGrid.__new__(InMemoryGrid))
-    assert not internals.is_simulation(grid)
 
 
 def test_without_flower_one_line_says_what_to_install(monkeypatch):

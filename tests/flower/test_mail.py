@@ -2,10 +2,11 @@
 
 import threading
 import time
+from pathlib import Path
 
 import httpx
 
-from flower_grid import LoopGrid, error_reply
+from flower_grid import LoopGrid, error_reply, signing_keys
 from flower_setup import (
     NODE,
     Setup,
@@ -18,6 +19,7 @@ from flower_setup import (
 )
 from lamina.flower import mail, wire
 from lamina.flower.mail import Mail
+from lamina.flower.signing import load_key
 
 
 class Stall:
@@ -51,7 +53,7 @@ def test_a_stalled_upload_costs_only_its_own_node(tmp_path, monkeypatch):
     assert_weights(setup, reference(setup, absent={(2, 0)}))
     (missing,) = setup.journal[1]["missing"]
     assert missing["client"] == 0
-    assert missing["why"] == "no reply within 1.0 s (it began to send one, and did not complete it)"
+    assert missing["why"] == "no reply within 1.0 s"
     assert len(setup.journal[1]["took_part"]) == 3
 
 
@@ -89,7 +91,6 @@ def test_more_stalled_uploads_than_pulls_at_once_block_nobody(monkeypatch):
     puller = mail.Puller(Grid())
     try:
         assert list(puller.look(wanted)) == ["good"]
-        assert all(map(puller.is_uploading, wanted[:-1]))
         started = time.monotonic()
         assert puller.look(wanted[:-1]) == {}
         assert time.monotonic() - started < 1  # those that hang are not waited for again
@@ -148,9 +149,9 @@ def test_a_reply_that_cannot_be_unpacked_costs_only_itself(tmp_path):
 
 def test_what_has_no_time_left_is_not_sent():
     grid = LoopGrid(lambda message, context: message, nodes(1), least=10.0)
-    mail = Mail(grid)
-    content = wire.content_of({"question": {"who": True}})
-    assert mail.send(NODE, content, "query", "", -0.5) == (None, "no time was left to send it a message")
+    mail = Mail(grid, load_key(Path(signing_keys()[0]), secret=True))
+    content = wire.content_of({"task": {"round": 1}})
+    assert mail.send(NODE, content, "train", "1", -0.5) == (None, "no time was left to send it a message")
     assert grid.seen == []
-    sent, why = mail.send(NODE, content, "query", "", 1.0)
+    sent, why = mail.send(NODE, content, "train", "1", 1.0)
     assert (sent, why.startswith("the message could not be sent (Expired")) == (None, True)

@@ -134,19 +134,8 @@ def test_a_node_refuses_what_a_simulation_refuses(model, data, why, tmp_path, ca
     assert "Jane" not in sent
 
 
-@pytest.mark.parametrize(
-    ("reason", "why"),
-    [
-        (
-            f"<class 'ValueError'>:<'could not convert string to float: {CELL}'>",
-            "its app raised an exception: ValueError",
-        ),
-        (f"Traceback\nKeyError: '{CELL}'", "its app raised an exception: KeyError"),
-        (CELL, "its app raised an exception"),
-    ],
-)
-def test_the_text_of_an_exception_that_flower_sends_is_not_recorded(reason, why, tmp_path):
-
+@pytest.mark.parametrize("reason", [f"<class 'ValueError'>:<'not a float: {CELL}'>", f"Traceback\nKeyError: '{CELL}'"])
+def test_the_text_of_an_exception_that_flower_sends_is_not_recorded(reason, tmp_path):
     setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1)
 
     def on_reply(grid, node, message, reply):
@@ -154,7 +143,7 @@ def test_the_text_of_an_exception_that_flower_sends_is_not_recorded(reason, why,
 
     setup.run(setup.grid(on_reply=on_reply))
     (missing,) = setup.journal[0]["missing"]
-    assert missing["why"] == why
+    assert missing["why"] == "its app raised an exception"
     assert "Jane" not in (setup.out / "log.txt").read_text()
 
 
@@ -175,7 +164,7 @@ def mangle(random, content):
     made.pop("signature", None)
     for _ in range(random.integers(1, 4)):
         what = random.integers(6)
-        name = pick(["task", "down", "buffers", "question", "odd", ""])
+        name = pick(["task", "down", "buffers", "odd", ""])
         array = Array(pick(["float32", "float64", "object", "", "int8"]), pick(SHAPES), pick([wire.RAW, RAW_ARRAY, ""]),
                       pick(DATA))  # fmt: skip
         if what == 0:
@@ -213,8 +202,6 @@ def test_a_malformed_message_gets_one_line_and_no_traceback(seed, tmp_path, capl
                   more={"evaluate_on": "nodes"})  # fmt: skip
     grid = setup.run()
     templates = {message.metadata.message_type: message for node, message in grid.seen if node == NODE + 1}
-    templates["query"] = next(message for _, message in grid.seen if message.metadata.message_type == "query")
-    templates["query"].metadata.__dict__["_dst_node_id"] = NODE + 1
     random, app, context = np.random.default_rng(seed), setup.client_app(), grid.contexts[NODE + 1]
     numbers, said, raised = itertools.count(2**62), 0, []
     for _ in range(50):
@@ -236,7 +223,7 @@ def test_a_malformed_message_gets_one_line_and_no_traceback(seed, tmp_path, capl
     assert raised == []  # every one has words of its own
 
 
-@pytest.mark.parametrize("kind", ["train.odd", "query.gradient"])
+@pytest.mark.parametrize("kind", ["train.odd", "query"])
 @pytest.mark.parametrize("is_signed", [True, False])
 def test_a_message_of_an_unknown_type_gets_one_line(kind, is_signed, tmp_path, caplog):
     setup = Setup(tmp_path, "fedavg", rounds=1)

@@ -24,7 +24,6 @@ def test_a_round_is_recorded_by_client_and_node(tmp_path):
     attendance = Attendance(3, 2, nodes={0: 70, 1: 71, 2: 2**63 + 5})
     attendance.miss(0, "it went offline")
     attendance.refuse(1, "its training loss is nan")
-    attendance.refuse_node(99, "it is not on the server's list of nodes")
     attendance.miss(3, "it is not connected")
     for _ in range(2):
         attendance.note("client 1 has lost its client state and starts again")
@@ -33,7 +32,6 @@ def test_a_round_is_recorded_by_client_and_node(tmp_path):
         "client 0 (node 70): it went offline",
         "client 3: it is not connected",
         "client 1 (node 71): refused: its training loss is nan",
-        "node 99: refused: it is not on the server's list of nodes",
         "client 1 has lost its client state and starts again",
     ]
     Journal(tmp_path).write(attendance)

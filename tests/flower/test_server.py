@@ -87,7 +87,7 @@ def test_nobody_there_is_one_clear_line(tmp_path):
     grid = setup.grid()
     grid.offline.update(grid.contexts)
     with pytest.raises(
-        Stopped, match=r"round 1: 0 of the 2 updates needed came, 1 times \(client \d: it is not connected"
+        Stopped, match=r"round 1: 0 of the 2 updates needed came, 1 times \(client \d \(node \d+\): it is not connected"
     ):
         setup.run(grid)
     (attempt,) = setup.journal

@@ -54,7 +54,6 @@ class Forgetful(lamina.FedAvg):
         ({"weighting": "sample"}, "unknown weighting"),
         ({"loss": "hinge"}, "unknown loss"),
         ({"algorithm": "fedlam"}, "did you mean 'fedlamb'"),
-        ({"algorithm": Forgetful()}, "breaks the contract: finish must return two things"),
         ({"batch_size": 0}, "batch_size = 0"),
     ],
 )
@@ -62,6 +61,11 @@ def test_wrong_settings_are_one_clear_line(given, why):
     settings = {"algorithm": "fedlamb", "model": small_model, "data": part_of, "clients": 2, **given}
     with pytest.raises(BadInput, match=why):
         Federation(**settings)
+
+
+def test_an_algorithm_that_breaks_the_contract_is_refused_when_the_model_is_built():
+    with pytest.raises(BadInput, match="breaks the contract: finish must return two things"):
+        Federation(Forgetful(), small_model, part_of, clients=2, device="cpu").objective()
 
 
 @pytest.mark.parametrize(

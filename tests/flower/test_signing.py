@@ -232,13 +232,3 @@ def test_what_a_task_may_ask_for_is_bounded(asked, why, run, victim, monkeypatch
     started = time.monotonic()
     assert why in problem(victim(signed(message)))
     assert time.monotonic() - started < 5
-
-
-def test_the_simulation_engine_of_flower_needs_no_keys():
-    """Where nodes are Ray's actors, and the server's Grid is Flower's own in memory."""
-
-    class InMemoryGrid:
-        pass
-
-    assert signing.read_signing_key("", InMemoryGrid()) is None
-    assert not signing.is_simulated()

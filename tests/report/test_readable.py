@@ -12,7 +12,7 @@ from rich.console import Console
 
 from helpers import call, trial
 from lamina import History, algorithms
-from lamina.cli import base, watch
+from lamina.cli import base
 from lamina.cli.compare import comparison_table
 from lamina.experiment.runs.records import Record, find_records
 from lamina.experiment.trials.trials import Trial
@@ -156,26 +156,6 @@ def test_watch_continues_while_a_second_run_has_not_finished_a_round(here, monke
     assert len(looks) == 3
 
 
-def test_watch_waits_for_a_run_that_was_started_just_before(here, monkeypatch, capsys):
-    looks = []
-
-    def look(_):
-        looks.append(1)
-        if len(looks) == 2:
-            assert call("run", "small.toml", "--quiet", "--out", "runs/new") == 0
-
-    monkeypatch.setattr(time, "sleep", look)
-    assert call("watch", "runs/new") == 0
-    assert "1/1" in capsys.readouterr().out
-
-
-def test_watch_does_not_wait_for_ever(here, monkeypatch, capsys):
-    monkeypatch.setattr(watch, "START_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(watch, "EVERY", 0.05)
-    assert call("watch", "nowhere") == 2
-    assert "no folder 'nowhere'" in capsys.readouterr().err
-
-
 def test_watch_shows_a_run_whose_metrics_are_still_empty(here, capsys):
     assert call("run", "small.toml", "--quiet", "--out", "run") == 0
     (here / "run" / "metrics.jsonl").write_text("")
@@ -202,7 +182,7 @@ def test_one_is_singular_everywhere(here, capsys, monkeypatch):
     ):
         assert call(*command) == 0
     printed = capsys.readouterr()
-    files = [path for path in here.rglob("*") if path.suffix in (".txt", ".toml", ".csv", ".tex")]
+    files = [path for path in here.rglob("*") if path.suffix in (".txt", ".toml", ".csv")]
     page = re.sub(r"<script.*?</script>", "", (here / "page.html").read_text(), flags=re.S)
     for text in (printed.out, printed.err, page, *(path.read_text() for path in files)):
         assert not re.search(r"\b1 (rounds|clients|seeds|runs|curves|trials|samples|steps|nodes)\b|\(s\)", text)

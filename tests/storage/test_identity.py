@@ -5,7 +5,6 @@ import hashlib
 import json
 import shutil
 import threading
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +21,7 @@ from lamina.data.feed import Augment
 from lamina.objective.fingerprint import attributes_digest
 from lamina.rounds.schedules import Cosine, Exponential
 from lamina.storage import identity
-from lamina.storage.identity import REMOVED, content_digest
+from lamina.storage.identity import content_digest
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randint(0, 256, (48, 3, 4, 4), dtype=torch.uint8, generator=GENERATOR)
@@ -385,20 +384,12 @@ def test_an_older_format_is_refused_with_a_line(saved, tmp_path):
         simulate().restore(tmp_path / "old")
 
 
-@pytest.mark.parametrize(
-    ("values", "differing"),
-    [({}, None), ({"bias_correction": True}, r"algorithm\.bias_correction = true \(now none\)")],
-    ids=["defaults", "bias correction"],
-)
-def test_a_run_that_stored_removed_options_goes_on_if_they_did_nothing(values, differing, saved, tmp_path):
-    """Version 0.1 stored options that this one does not have; other values than their defaults made another run."""
+def test_a_run_with_an_option_that_was_removed_is_refused(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "old")
     (manifest,) = (tmp_path / "old").glob("round-000002.json")
     content = json.loads(manifest.read_text())["content"]
-    content["identity"] |= REMOVED | {f"algorithm.{name}": value for name, value in values.items()}
+    content["identity"] |= {"algorithm.bias_correction": True}
     sha256 = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     manifest.write_text(json.dumps({"sha256": sha256, "content": content}))
-    simulation = simulate()
-    with nullcontext() if differing is None else pytest.raises(BadInput, match=differing):
-        simulation.restore(tmp_path / "old")
-    assert simulation.state.round == (2 if differing is None else 0)
+    with pytest.raises(BadInput, match=r"algorithm\.bias_correction = true \(now none\)"):
+        simulate().restore(tmp_path / "old")

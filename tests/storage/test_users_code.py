@@ -1,7 +1,6 @@
 """A run is resumed with the code that began it; a changed file is named, and may be accepted."""
 
 import importlib
-import json
 import logging
 import subprocess
 import sys
@@ -177,26 +176,6 @@ def test_a_file_that_is_edited_during_a_run_does_not_matter_to_it(write, tmp_pat
     simulation.run(1)
     (tmp_path / "mine.py").write_text("SLOPE = 4.0\n")
     assert len(simulation.run(1)) == 2
-
-
-def without_code(tree):
-    """Return a configuration or an identity as an earlier version stored it."""
-    return {key: value for key, value in tree.items() if key != "code"} | {"loss_digest": "0"}
-
-
-def test_a_run_of_an_earlier_version_is_resumed_unless_it_has_code_of_the_users(write, tmp_path):
-    write().make(out=tmp_path / "run").run(1)
-    own = lamina.Simulation("mlp", lamina.data.load("digits"), "fedavg", clients=3, device="cpu", out=tmp_path / "own")
-    own.run(1)
-    for name in ("run", "own"):
-        path = tmp_path / name / "config.json"
-        path.write_text(json.dumps(without_code(json.loads(path.read_text()))))
-    settings = {"clients": 3, "device": "cpu", "out": tmp_path / "own"}
-    assert len(lamina.Simulation("mlp", lamina.data.load("digits"), "fedavg", **settings).run(2)) == 2
-    unknown = r"it is not known whether mine.py, mine_too.py changed, because an earlier version"
-    with pytest.raises(lamina.BadInput, match=unknown):
-        write().make(out=tmp_path / "run").run(2)
-    assert len(write().make(out=tmp_path / "run", accept_changed_code=True).run(2)) == 2
 
 
 SCRIPT = """

@@ -60,13 +60,14 @@ class LoopGrid(Grid):
     def __init__(self, apps, node_configs, on_send=None, on_reply=None, run_config=None, delay=None, least=0.005):
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
         self.apps = apps if isinstance(apps, dict) else dict.fromkeys(node_configs, apps)
+        listed = {node: config["partition-id"] for node, config in node_configs.items() if "partition-id" in config}
         self.contexts = {
             node: Context(
                 1,
                 node,
                 {"server-key": signing_keys()[1], **config},
                 RecordDict(),
-                {"signing-key": signing_keys()[0], **(run_config or {})},
+                {"signing-key": signing_keys()[0], "nodes": listed, **(run_config or {})},
             )
             for node, config in node_configs.items()
         }

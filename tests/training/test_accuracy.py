@@ -64,7 +64,7 @@ def test_regression_on_integers_has_no_accuracy(targets):
     assert "accuracy" not in row
     assert row["loss"] > 0
     assert run.metric == "loss"
-    with pytest.raises(lamina.BadInput, match="use 'loss'"):
+    with pytest.raises(lamina.BadInput, match="no column 'accuracy'"):
         run.history.rounds_to(0.5, "accuracy")
 
 

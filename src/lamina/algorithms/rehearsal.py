@@ -1,8 +1,8 @@
 """A rehearsal: one round without data before the real ones, to name the function that breaks the contract.
 
 Without it, a missing field or a write into an argument would show up as an error far from its cause, or as wrong
-numbers in one engine only. An algorithm is first tried on a tiny model, before any data are read. A user's algorithm is
-tried again on the layers of the real model, because what it does may depend on their sizes.
+numbers in one engine only. The layers are those of the real model, because what an algorithm does may depend on their
+sizes. Lamina's own algorithms are rehearsed in the tests.
 """
 
 from __future__ import annotations
@@ -38,12 +38,9 @@ def is_user_defined(algorithm: Algorithm) -> bool:
     return not type(algorithm).__module__.startswith("lamina.algorithms.")
 
 
-def rehearse(algorithm: Algorithm) -> None:
-    """Run one round of a tiny model, refuse an algorithm that breaks the contract, and warn of a random one."""
-    try:
-        one, other = (_run_round(algorithm, TINY) for _ in range(2))
-    except _TooSmall:  # such as the 100 largest of 21 coordinates
-        return
+def rehearse(algorithm: Algorithm, layers: Layers = TINY, device: torch.device | str = "cpu") -> None:
+    """Run one round twice, refuse an algorithm that breaks the contract, and warn of a random one."""
+    one, other = (_run_round(algorithm, layers, device) for _ in range(2))
     if not _all(_same, one, other) and type(algorithm) not in _random:
         _random.add(type(algorithm))
         log.warning(
@@ -53,17 +50,7 @@ def rehearse(algorithm: Algorithm) -> None:
         )
 
 
-def rehearse_on(layers: Layers, algorithm: Algorithm, device: torch.device) -> None:
-    """Run one round of a user's algorithm on the layers of the real model, and refuse it if it breaks the contract."""
-    if is_user_defined(algorithm):
-        _run_round(algorithm, layers, device)
-
-
-class _TooSmall(Exception):
-    """A function failed on the tiny model, perhaps because of its size."""
-
-
-def _run_round(algorithm: Algorithm, layers: Layers, device: torch.device | str = "cpu") -> Any:
+def _run_round(algorithm: Algorithm, layers: Layers, device: torch.device | str) -> Any:
     """Run one round with one client; return all that it computes."""
     x = torch.linspace(-1.0, 1.0, layers.size, device=device)
     gradient = torch.linspace(0.5, -0.5, layers.size, device=device)
@@ -86,8 +73,6 @@ def _run_round(algorithm: Algorithm, layers: Layers, device: torch.device | str 
             if traceback.extract_tb(error.__traceback__)[-1].filename == __file__:  # it does not take the arguments
                 taken = [*inspect.signature(getattr(Algorithm, name)).parameters, *more]
                 where = f"it is called as {name}({', '.join(taken)})"
-            elif layers is TINY and isinstance(error, RuntimeError | IndexError | ValueError):
-                raise _TooSmall from error
             where = f" ({where})" if where else ""
             raise broken(name, f"fails in a trial round: {type(error).__name__}: {reason}{where}") from error
         if not all(map(_same, before, tensors)):

@@ -28,7 +28,6 @@ from lamina.experiment.runs.metrics_file import MetricsFile
 from lamina.experiment.runs.records import read_record
 from lamina.experiment.runs.run import RankFolder, open_folder, restore, resume, train
 from lamina.experiment.sections import Data, augment_keys
-from lamina.experiment.trials.settings import shown
 from lamina.rounds.aggregation import AGGREGATIONS
 from lamina.rounds.aggregation import name_of as aggregation_name
 from lamina.rounds.clients import Clients, refuse_odd_clients
@@ -113,30 +112,17 @@ def compared_algorithms(given: Any) -> dict[str, Table]:
 
     >>> compared_algorithms({"small": algorithms.create("fedlada", alpha=0.05)})["small"]["alpha"]
     0.05
-    >>> list(compared_algorithms(["fedavg", "fedlada", algorithms.create("fedlada", alpha=0.05)]))
-    ['fedavg', 'fedlada (alpha=0.1)', 'fedlada (alpha=0.05)']
+    >>> list(compared_algorithms(["fedavg", algorithms.create("fedlada", alpha=0.05)]))
+    ['fedavg', 'fedlada']
     """
     if isinstance(given, Mapping):
         sections = {str(label): algorithm_section(algorithm) for label, algorithm in given.items()}
         return {label: {"name": name, **options} for label, (name, options) in sections.items()}
     several = [given] if isinstance(given, str | algorithms.Algorithm) else list(given)
-    names = [algorithm_section(algorithm)[0] for algorithm in several]
-    tables: dict[str, Table] = {}
-    for name, algorithm in zip(names, several, strict=True):
-        label, options = algorithm_section(algorithm)
-        if names.count(name) > 1:
-            twins = [_all_options(other) for other, same in zip(several, names, strict=True) if same == name]
-            options = _all_options(algorithm)
-            differing = (key for key, value in options.items() if any(twin[key] != value for twin in twins))
-            label = f"{name} ({', '.join(f'{key}={shown(options[key])}' for key in differing)})"
-        if label in tables:
-            raise BadInput(f"the algorithm '{name}' is given twice with the same options")
-        tables[label] = options if label == name else {"name": name, **options}
+    tables = dict(map(algorithm_section, several))
+    if len(tables) < len(several):
+        raise BadInput("an algorithm is given twice: name the two, as in {'small': FedLada(alpha=0.05), 'large': …}")
     return tables
-
-
-def _all_options(algorithm: Any) -> Table:
-    return algorithm_section(algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm)[1]
 
 
 def _model(model: Any, objects: Table) -> Any:

@@ -176,8 +176,8 @@ def compare(
             name or table ({"name": "mlp", "hidden": 64}), for weights that depend on the run's seed.
         data: the training data as for `Simulation`, training and test data as `lamina.data.load` returns them, or the
             name of a data set.
-        algorithms: algorithms or their names. In a list, those of one class are named by the options in which they
-            differ, such as "fedlada (alpha=0.05)"; a dict from names to algorithms gives them your own names.
+        algorithms: algorithms or their names. A dict from names of your own to algorithms compares several of one
+            class: {"small": FedLada(alpha=0.05), "large": FedLada(alpha=0.5)}.
         test: the test data, unless `data` includes them.
         clients: as for `Simulation`.
         partition: as for `Simulation`.

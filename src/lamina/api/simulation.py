@@ -7,7 +7,6 @@ and its `run_round` trains one round. This file adds progress bars, run folders 
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
@@ -36,8 +35,6 @@ from lamina.training.training import RunOptions, Training
 if TYPE_CHECKING:
     from lamina.api.describe import Recorder
     from lamina.storage.checkpoint import Checkpoints
-
-log = logging.getLogger(__name__)
 
 
 class Simulation(Training):
@@ -84,7 +81,7 @@ class Simulation(Training):
         clip: largest norm of a mini-batch gradient. An algorithm with the option `clip_direction` set clips the
             direction of its step instead.
         weighting: "clients" (the default): all clients count the same; "examples": by their number of samples.
-        aggregation: how the server combines what the clients send: "mean", "median", "trimmed_mean", "norm_clipping",
+        aggregation: how the server combines what the clients send: "mean", "median", "trimmed_mean",
             "centred_clipping", or an object such as `lamina.aggregation.TrimmedMean(0.1)`. All but the mean keep the
             uploads of the whole cohort in memory.
         loss: a name in `lamina.losses.LOSSES` (default "cross_entropy"), "module:function", or a function of (outputs,
@@ -93,8 +90,7 @@ class Simulation(Training):
         seed: the source of all randomness; default 0.
         device: "auto" (a GPU if there is one), or any torch device.
         engine: "stacked" (clients as one model), "captured" (the model as it is, replayed on a GPU) or "loop";
-            "auto" takes the first that fits the model. Or another simulation of the same model, whose engine is used:
-            this saves the test of what fits.
+            "auto" takes the fastest that fits the model.
         precision: the model's arithmetic: "fp32", "tf32", or "bf16" (weights and optimiser state stay float32).
         deterministic: on a GPU, the same bits in every run on the same machine, at some cost; a CPU gives them anyway.
         evaluate_every: evaluate on the test data after every n-th round, and at the end of `run`.
@@ -124,7 +120,7 @@ class Simulation(Training):
         heldout_clients: Heldout | None = None,
         local_test: float | None = None,
         device: str | torch.device = "auto",
-        engine: Literal["auto", "stacked", "captured", "loop"] | Simulation = "auto",
+        engine: Literal["auto", "stacked", "captured", "loop"] = "auto",
         precision: Precision = "fp32",
         deterministic: bool = False,
         evaluate_every: int = 1,
@@ -140,7 +136,7 @@ class Simulation(Training):
         if not (partition is None or isinstance(partition, str) or callable(getattr(partition, "split", None))):
             raise BadInput(f"partition = {partition!r} is neither a name nor a partition such as Dirichlet(0.3)")
         options = RunOptions(
-            engine=engine.options.engine if isinstance(engine, Training) else engine,
+            engine=engine,
             precision=precision,
             deterministic=deterministic,
             evaluate_every=evaluate_every,
@@ -149,7 +145,7 @@ class Simulation(Training):
             diagnostics=diagnostics,
         )
         chosen_metrics = find_all(metrics)
-        algorithm = as_algorithm(algorithm)  # tried on a tiny model
+        algorithm = as_algorithm(algorithm)
         arguments = inspect.signature(Simulation).parameters
         protocol = TrainSettings.of(algorithm, settings, arguments)  # validated, with the defaults filled in
         chosen_device = choose_device(device)
@@ -167,14 +163,12 @@ class Simulation(Training):
             heldout_clients=heldout_clients,
             local_test=local_test,
             metrics=chosen_metrics,
-            lender=engine if isinstance(engine, Training) else None,
         )
         self._accept_changed_code = accept_changed_code
         self._checkpoints: Checkpoints | None = None  # of the folder that `save` or `restore` used last
 
         # with a folder, the recorder trains in place of `Training.run`
         self._requested = 0  # rounds, by all calls of `run`; those that the folder already holds count
-        self._has_collapsed = False  # whether the history has, and `run` has warned of it
         self._recorder: Recorder | None = None
         self.out = None if out is None else checked_path(out, "out")
         if self.out is not None:
@@ -220,7 +214,7 @@ class Simulation(Training):
         if last > self.state.round:
             self.protocol.rate(last)  # refuses a schedule that ends before
         self._requested = requested
-        name, rows_before = self.algorithm.card.title, len(self.history.rows)
+        name = self.algorithm.card.title
         with python_bars([name], progress, state="", total=last, completed=self.state.round) as bars:
 
             def show(row: Row) -> None:
@@ -236,19 +230,7 @@ class Simulation(Training):
             except BaseException:  # interrupted, say: count the rounds of the next call from those that are trained
                 self._requested = self.state.round
                 raise
-        self._warn_of_collapse(since=rows_before)
         return self.history
-
-    def _warn_of_collapse(self, since: int) -> None:
-        """Warn once if the history, which had `since` rows before, now ends far worse than its best round."""
-        rows = self.history.rows
-        # only after an evaluation: `run(1)` may be called in every round, and each look goes through all rows
-        if self._has_collapsed or len(rows) == since or self.metric not in rows[-1]:
-            return
-        collapse = self.history.collapse()
-        if collapse:
-            self._has_collapsed = True
-            log.warning("%s: %s", self.algorithm.card.title, collapse)
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint (safetensors). Later calls with the same folder write only the client states that changed.

@@ -98,11 +98,6 @@ def available_bytes(device: torch.device | None = None) -> int | None:
         return int(torch.cuda.mem_get_info(device)[0])
     if device is not None and device.type != "cpu":
         return None
-    limits = (_free_on_host(), _free_in_group())
-    return min((free for free in limits if free is not None), default=None)
-
-
-def _free_on_host() -> int | None:
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
@@ -110,32 +105,3 @@ def _free_on_host() -> int | None:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # without /proc: all there is
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
-
-
-def _free_in_group() -> int | None:
-    """Return the memory that a container's limit (Linux control groups, version 2 or 1) leaves; None without one."""
-    free: list[int] = []
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            _, controllers, name = line.split(":", 2)
-            if controllers not in ("", "memory"):
-                continue
-            root = Path("/sys/fs/cgroup", controllers)
-            files = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
-            group = root / name.lstrip("/")
-            # the limit of an outer group also applies to its inner groups
-            for place in [group, *(outer for outer in group.parents if outer.is_relative_to(root))]:
-                with contextlib.suppress(OSError, ValueError):  # "max": there is no limit
-                    limit, used = (int((place / f"memory.{file}").read_text(encoding="ascii")) for file in files)
-                    free.append(max(0, limit - used + _reclaimable(place)))
-    return min(free, default=None)
-
-
-def _reclaimable(group: Path) -> int:
-    """Return the file cache that the kernel drops before it runs out of memory."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in (group / "memory.stat").read_text(encoding="ascii").splitlines():
-            key, _, value = line.partition(" ")
-            if key in ("inactive_file", "total_inactive_file"):
-                return int(value)
-    return 0

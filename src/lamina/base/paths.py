@@ -1,4 +1,4 @@
-"""Refuse paths that no file system accepts, and special files."""
+"""Refuse paths that no file system accepts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,3 @@ def checked_path(path: str | os.PathLike[str], what: str) -> Path:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
             raise BadInput(f"{what} {short_repr(given)} cannot be a path: {error.strerror}") from error
     return Path(path)
-
-
-def refuse_special(path: Path) -> None:
-    """Refuse a FIFO, a device or a folder: reading it may never end."""
-    if path.exists() and not path.is_file():
-        raise BadInput(f"{path} is not a regular file: put the file itself there")

@@ -9,6 +9,7 @@ import errno
 import functools
 import io
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -18,21 +19,19 @@ import typer
 
 from lamina import __version__
 from lamina.base.errors import Diverged, LaminaError, short_repr
-from lamina.base.interrupt import guard
 from lamina.cli import (  # noqa: F401 (a module's commands enter the app when it is imported)
     compare,
     doctor,
     export,
     flower,
     listing,
-    rebuild,
     report,
     reproduce,
     run,
     tune,
     watch,
 )
-from lamina.cli.base import Interrupted, WarningLines, app, discard, echo, err, out, print_problem, this_rank
+from lamina.cli.base import Interrupted, WarningLines, app, discard, echo, err, out, print_problem
 
 EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED = 2, 3, 130
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -54,7 +53,6 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         sys.exit(run_command(arguments))
     finally:
-        guard()
         out.quiet = False
         logging.getLogger("lamina").removeHandler(warnings)
 
@@ -78,7 +76,7 @@ def run_command(arguments: list[str] | None) -> int:
         echo("interrupted", err)
         return EXIT_INTERRUPTED
     except Interrupted as error:
-        if this_rank().rank == 0:
+        if os.environ.get("RANK", "0") == "0":  # of the processes that torchrun starts, one says so
             echo(str(error), err)
         return EXIT_INTERRUPTED
     except Diverged as error:
@@ -127,9 +125,3 @@ def common(
     ] = False,
 ) -> None:
     """Options before the command; the help text is the app's."""
-
-
-@app.command(name="version")
-def version_() -> None:
-    """Print the version."""
-    echo(__version__)

@@ -19,7 +19,6 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from lamina.base.interrupt import end_guard
 from lamina.base.limits import in_bytes
 from lamina.base.text import plural, printable
 
@@ -126,7 +125,6 @@ Runs = Annotated[list[Path], typer.Argument(metavar="RUN…", help="a run's fold
 Set = Annotated[list[str] | None, typer.Option("--set", help="override a key, e.g. train.lr=0.1; may be repeated")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace what the folder holds of an earlier run")]
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="also write TensorBoard's event files")]
-MLflow = Annotated[bool, typer.Option("--mlflow", help="also write the rounds to MLflow's local store")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=be_quiet, help="print nothing but errors")]
 
 
@@ -176,19 +174,13 @@ def table(
 
 
 def print_summary(history: History, title: str = "") -> None:
-    """Print a run in words: its rounds, the best and last value of its first metric, what it sent, its time.
-
-    Warn if the last rounds are far worse than the best one.
-    """
+    """Print a run in words: its rounds, the best and last value of its first metric, what it sent, its time."""
     score = "not evaluated"
     for name in ("node_loss", f"node_{history.metric}", "loss", history.metric):
         if name in history.columns:
             score = f"best {name.replace('_', ' ')} {history.best(name):.4f}, last {history.last(name):.4f}"
     sent = in_bytes(int(history.total("bytes_down") + history.total("bytes_up")))
     echo(f"{title}{plural(len(history), 'round')}, {score}, {sent} sent, {history.total('seconds'):.1f} s")
-    collapse = history.collapse()
-    if collapse and not out.quiet:
-        print_problem("warning", collapse)
 
 
 def print_complete(folder: Path, history: History, more: str = "train.rounds") -> None:
@@ -211,17 +203,9 @@ class Interrupted(Exception):
     """The user pressed Ctrl-C, which typer would ignore silently; the text says what is kept."""
 
 
-def import_torch() -> None:
-    """Import torch. Until then Ctrl-C ends the process (base/interrupt.py); then it raises KeyboardInterrupt."""
-    import torch  # noqa: F401
-
-    end_guard()
-
-
 @contextlib.contextmanager
 def interruptible(kept: str) -> Iterator[None]:
     """Turn Ctrl-C into `Interrupted`, inside the command, where typer cannot swallow it."""
-    import_torch()
     try:
         yield
     except KeyboardInterrupt:

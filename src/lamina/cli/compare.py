@@ -12,8 +12,7 @@ from rich.table import Table
 
 from lamina.base.text import plural
 from lamina.cli import base
-from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBoard, echo
-from lamina.cli.run import wanted_trackers
+from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, TensorBoard, echo
 
 if TYPE_CHECKING:
     from lamina.api.results import ComparisonResult
@@ -34,7 +33,6 @@ def compare(
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     tensorboard: TensorBoard = False,
-    mlflow: MLflow = False,
 ) -> None:
     """Compare algorithms on the same clients and batches; prints the table and saves the picture.
 
@@ -50,8 +48,7 @@ def compare(
         chosen.append(f"compare.seeds={seeds}")
     experiment = load(file, chosen)
     path = out_folder or Path("runs") / f"{file.stem}-compare"
-    trackers = wanted_trackers(tensorboard, mlflow)
-    comparison, finished = run_comparison(experiment, path, base.Stop(), overwrite, trackers)
+    comparison, finished = run_comparison(experiment, path, base.Stop(), overwrite, tensorboard)
     if not finished:
         shown = "; table, picture and CSV are of the finished runs" if comparison.entries else ""
         raise Interrupted(f"stopped after a round{shown}; {base.how_to_resume(overwrite)}")
@@ -68,7 +65,7 @@ def demo() -> None:
 
 
 def run_comparison(
-    experiment: Experiment, path: Path, stop: base.Stop, overwrite: bool, trackers: Sequence[str] = ()
+    experiment: Experiment, path: Path, stop: base.Stop, overwrite: bool, tensorboard: bool = False
 ) -> tuple[Comparison, bool]:
     """Run a comparison and show it; return it and whether it was finished, not stopped.
 
@@ -82,7 +79,7 @@ def run_comparison(
         data = experiment.compare.select if job.tuning else "test"
         print_ending(which, record, f"best {data} {record.history.metric}")
 
-    comparison = Comparison(experiment, path, overwrite=overwrite, stop=stop, trackers=trackers)
+    comparison = Comparison(experiment, path, overwrite=overwrite, stop=stop, tensorboard=tensorboard)
     with stop, base.round_bars(experiment.compare.algorithms) as bars:
         follow(comparison, bars)
         if not bars.live:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import shutil
 from pathlib import Path
 from typing import Any
 
 from lamina import __version__
-from lamina.base.errors import BadInput
-from lamina.base.text import plural
-from lamina.cli.base import app, echo, import_torch, out
+from lamina.cli.base import app, echo, out
 
 NEEDED = ("torch", "numpy", "scikit-learn", "matplotlib", "pydantic", "rich", "safetensors", "typer")
 EXTRAS = {  # extra: its package, and what for
     "flower": ("flwr", "lamina flower"),
     "hub": ("datasets", "data sets from the Hugging Face hub, by name"),
     "images": ("pillow", "TinyImageNet and your own pictures"),
-    "mlflow": ("mlflow", "lamina run --mlflow"),
     "report": ("plotly", "lamina report"),
     "table": ("pandas", "history.to_pandas() and data in tables"),
     "tensorboard": ("tensorboard", "lamina run --tensorboard"),
@@ -31,12 +27,11 @@ GIB = 2**30
 @app.command()
 def doctor() -> None:
     """List what is installed, devices, threads and data, with advice on what is missing."""
-    import_torch()
     advice: list[str] = []
     sections = {
         "installed": installed(advice),
         "devices": devices(advice),
-        "threads": threads(advice),
+        "threads": threads(),
         "data": data(advice),
     }
     for section, lines in sections.items():
@@ -95,34 +90,15 @@ def devices(advice: list[str]) -> dict[str, Any]:
         advice.append(f"there is an NVIDIA GPU, but torch {built} and cannot use it: see pytorch.org/get-started")
     if gpus and version("triton") is None:
         advice.append("stacked convolutions on the GPU are faster with lamina's kernels: pip install triton")
-    if gpus and not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        advice.append("triton needs a C compiler on the GPU machine: install gcc")
-    cores = {"cores": os.cpu_count() or 1, "usable cores": usable_cores()}
-    return {"cpu": processor(), **cores, **(gpus or {"gpus": "none"}), "triton": version("triton")}
+    return {"cpu": processor(), "cores": os.cpu_count(), **(gpus or {"gpus": "none"}), "triton": version("triton")}
 
 
-def usable_cores() -> int:
-    """Return how many cores this process may use: a scheduler or a container may allow fewer than there are."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
-        return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
-    except (OSError, ValueError):  # no container, or one of another kind
-        return cores
-
-
-def threads(advice: list[str]) -> dict[str, Any]:
+def threads() -> dict[str, Any]:
     """Return how many threads torch uses, and how they wait."""
     import torch
 
-    count, usable = torch.get_num_threads(), usable_cores()
     settings = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")}
-    if count > 1 and (settings["OMP_WAIT_POLICY"] or "").upper() != "PASSIVE":
-        advice.append("on a machine you share, export OMP_WAIT_POLICY=PASSIVE: OpenMP's waiting threads spin otherwise")
-    if count > usable or (os.cpu_count() or 1) > usable:
-        yours = f"{plural(usable, 'core')} {'is' if usable == 1 else 'are'} yours"
-        advice.append(f"only {yours}: set run.threads and OMP_NUM_THREADS to {usable} at most")
-    return {"torch": count, **settings}
+    return {"torch": torch.get_num_threads(), **settings}
 
 
 def data(advice: list[str]) -> dict[str, Any]:
@@ -130,25 +106,14 @@ def data(advice: list[str]) -> dict[str, Any]:
     from lamina.data.readers.files import ENVIRONMENT_VARIABLE, data_directory
     from lamina.data.readers.sources import SOURCES
 
-    try:
-        root = data_directory()
-    except BadInput as error:
-        advice.append(str(error))
-        return {"directory": None}
-    places: dict[str, Any] = {"directory": str(root.absolute())}
+    places: dict[str, Any] = {"directory": str(data_directory().absolute())}
     for name, source in SOURCES.items():
         if not source.files:
             places[name] = "comes with scikit-learn"
             continue
-        place = source.locate(root)
-        places[name] = None if place is None else str(place.path)
-        if place is None:
-            advice.append(f"{name} is not in {places['directory']}: put there {source.expected}")
-        elif place.missing:
-            places[name] += " (incomplete)"
-            advice.append(f"{name}: {place.path} lacks {', '.join(place.missing)}: put all of its files there")
-    absent = [name for name, place in places.items() if place is None]
-    if absent:
-        from_hub = "; `datasets` is installed: if online, they are downloaded from the hub" * bool(version("datasets"))
-        advice.append(f"{', '.join(absent)}: or set {ENVIRONMENT_VARIABLE} to where they are{from_hub}")
+        place = source.locate(data_directory())
+        places[name] = None if place is None else str(place.path) + " (incomplete)" * bool(place.missing)
+        if place is None or place.missing:
+            state = "is missing" if place is None else "is incomplete"
+            advice.append(f"{name} {state}: the data directory ({ENVIRONMENT_VARIABLE}) needs {source.expected}")
     return places

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lamina.base.text import csv_text
-from lamina.cli.base import Runs, app, echo_text, import_torch
+from lamina.cli.base import Runs, app, echo_text
 
 if TYPE_CHECKING:
     from lamina.base.columns import Columns
@@ -24,6 +24,7 @@ IDENTITY = {
     "learning_rate": "train.lr",
     "seed": "train.seed",
 }
+SECTIONS = ("data", "model", "algorithm", "train", "run")  # of a run's configuration
 ROWS_AT_A_TIME = 1 << 12
 FIRST_COLUMNS = ",".join(["run", *IDENTITY]).encode()  # of every exported table
 
@@ -34,7 +35,6 @@ def export(
     out_file: Annotated[Path | None, typer.Option("--out", help="the CSV file; else it is printed")] = None,
 ) -> None:
     """Write all rounds of all runs as one CSV table, with the settings in which the runs differ."""
-    import_torch()
     from lamina.experiment.runs.outputs import write_output
     from lamina.experiment.runs.records import find_folders
 
@@ -49,10 +49,10 @@ def export(
 def table_parts(folders: Sequence[Path]) -> Iterator[bytes]:
     """Return a CSV table in parts: a row for every round, with its run, the settings that differ, and the metrics."""
     from lamina.experiment.runs.metrics_file import MetricsFile
-    from lamina.experiment.runs.records import NO_PART_OF_IDENTITY, read_config
-    from lamina.experiment.runs.trackers import settings
+    from lamina.experiment.runs.records import NO_PART_OF_IDENTITY, flatten, read_config
 
-    all_settings = [settings(read_config(folder)) for folder in folders]
+    configs = [read_config(folder) for folder in folders]
+    all_settings = [flatten({name: config.get(name, {}) for name in SECTIONS}) for config in configs]
     usual = {*IDENTITY.values(), *NO_PART_OF_IDENTITY}
     texts: dict[str, set[str]] = {}
     for name, value in (item for values in all_settings for item in values.items()):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -86,10 +83,8 @@ def up(
         float | None, typer.Option("--deadline", min=1, help="seconds a node has to answer; default: 600")
     ] = None,
     quorum: Annotated[
-        str | None,
-        typer.Option("--quorum", help="who must answer: a part (0.5, 1.0) or a number (2) of clients; default: 0.5"),
+        float | None, typer.Option("--quorum", min=0, max=1, help="part of the clients that must answer; default: 0.5")
     ] = None,
-    keep_logs: Annotated[bool, typer.Option("--keep-logs", help="keep the logs even if the run succeeds")] = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:
@@ -102,9 +97,8 @@ def up(
     from lamina.flower.local.jobs import AppJob, FileJob
     from lamina.flower.local.processes import FederationFailed
 
-    options: dict[str, float] = {} if deadline is None else {"deadline": deadline}
-    if quorum is not None:
-        options["quorum"] = read_quorum(quorum)
+    given = {"deadline": deadline, "quorum": quorum}
+    options = {name: value for name, value in given.items() if value is not None}
     if what.is_dir() and (overrides or options):
         raise BadInput("--set, --deadline and --quorum are for experiment files: an app has its own settings")
     job = AppJob(what, out_folder) if what.is_dir() else FileJob(what, overrides or [], nodes, out_folder, options)
@@ -115,47 +109,21 @@ def up(
     place = job.out.with_name(job.out.name + ".federation")
     check_writable(place)
     display = Display(job, overwrite=overwrite)
-    with terminate_as_interrupt(), display.bars:
-        federation = LocalFederation(place, nodes, say=display.say, warn=echo_progress)
-        with federation:
-            try:
-                status = job.run(federation, overwrite=overwrite, say=display.say, tick=display.update)
-            except KeyboardInterrupt:
-                done = len(job.history())
-                raise Interrupted(f"stopped after round {done}; {how_to_resume(overwrite)}") from None
-            except FederationFailed as error:
-                raise FederationFailed(f"{error}; {how_to_resume(overwrite)}") from error
+    with display.bars, LocalFederation(place, nodes, say=display.say) as federation:
+        try:
+            status = job.run(federation, overwrite=overwrite, say=display.say, tick=display.update)
+        except KeyboardInterrupt:
+            done = len(job.history())
+            raise Interrupted(f"stopped after round {done}; {how_to_resume(overwrite)}") from None
+        except FederationFailed as error:
+            raise FederationFailed(f"{error}; {how_to_resume(overwrite)}") from error
     if status["status"] != "finished:completed":
         raise job.failed(status, place / "logs", how_to_resume())
-    federation.clean(keep_logs=keep_logs)
     if len(job.history()) == before:
         base.print_complete(job.out, job.history(), "the app's rounds")
     else:
         base.print_summary(job.history())
         echo(f"records and model in {job.out}/; to look at them: lamina report {job.out}")
-        if keep_logs:
-            echo(f"logs of all processes in {place / 'logs'}/")
-
-
-def read_quorum(text: str) -> float:
-    """Return a quorum: a whole number of clients, or a fraction of them."""
-    value = 0.0
-    with contextlib.suppress(ValueError):
-        value = int(text) if text.isdecimal() else float(text)
-    if not value > 0 or (isinstance(value, float) and value > 1):
-        raise BadInput(f"--quorum {text}: give a part of the clients (0.5, 1.0) or a number of them (2)")
-    return value
-
-
-@contextlib.contextmanager
-def terminate_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM, and a terminal that is closed, end the command as Ctrl-C does."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class Display:

@@ -20,10 +20,9 @@ def report(
         list[float] | None,
         typer.Option("--target", help="value of the metric to reach on the test data, e.g. 0.9; may be repeated"),
     ] = None,
-    baseline: Annotated[str | None, typer.Option("--baseline", help="algorithm that ratios refer to")] = None,
     title: Annotated[str | None, typer.Option("--title", help="heading of the page")] = None,
     figures: Annotated[
-        Path | None, typer.Option("--figures", help="also a folder of figures (PDF, SVG, PNG) and tables (CSV, LaTeX)")
+        Path | None, typer.Option("--figures", help="also a folder of figures (PDF, SVG, PNG) and tables (CSV)")
     ] = None,
     read_data: Annotated[
         bool,
@@ -35,7 +34,7 @@ def report(
     from lamina.report.build import build
     from lamina.report.save import save_files, save_page
 
-    contents = build(folders, targets=targets or [], baseline=baseline, title=title, read_data=read_data)
+    contents = build(folders, targets=targets or [], title=title, read_data=read_data)
     save_page(contents, out_file)
     files = save_files(contents, figures) if figures is not None else []
     for line in contents.notes:

@@ -9,15 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lamina.cli import base
-from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBoard, echo
+from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, echo
 
 if TYPE_CHECKING:
     from lamina.training.history import Row
-
-
-def wanted_trackers(tensorboard: bool, mlflow: bool) -> list[str]:
-    """Return the names of the requested trackers."""
-    return ["tensorboard"] * tensorboard + ["mlflow"] * mlflow
 
 
 @base.app.command()
@@ -28,8 +23,7 @@ def run(
     out_folder: Annotated[Path | None, typer.Option("--out", help="folder for the records")] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
-    tensorboard: TensorBoard = False,
-    mlflow: MLflow = False,
+    tensorboard: base.TensorBoard = False,
 ) -> None:
     """Train one experiment; its metrics and the trained model go to a folder. Started again, it resumes."""
     from lamina.experiment.build import build, resolved
@@ -37,7 +31,7 @@ def run(
     from lamina.experiment.runs import run as running
     from lamina.experiment.runs.folder import RunFolder
     from lamina.experiment.runs.log_lines import LogLines
-    from lamina.experiment.runs.trackers import Trackers
+    from lamina.experiment.runs.tensorboard import TensorBoard
     from lamina.training.progress import IntervalLines
 
     experiment = load(file, overrides or [])
@@ -45,12 +39,12 @@ def run(
     path = out_folder or Path(experiment.run.out or f"runs/{file.stem}-{name.replace(':', '.')}-seed{seed}")
     experiment, ranks = running.join_ranks(experiment)
     base.be_quiet(quiet or ranks.rank > 0)
-    trackers = Trackers(wanted_trackers(tensorboard, mlflow) if ranks.rank == 0 else [], path)
+    events = TensorBoard(path) if tensorboard and ranks.rank == 0 else None  # names a missing package at once
     with contextlib.ExitStack() as opened:
         lines = opened.enter_context(LogLines())
         simulation = build(experiment)  # before the folder is opened: a wrong name is reported first
         config = resolved(experiment, simulation)
-        folder = running.open_folder(path, config, overwrite=overwrite, lines=lines, trackers=trackers)
+        folder = running.open_folder(path, config, overwrite=overwrite, lines=lines, tensorboard=events)
         opened.callback(folder.close)
         if isinstance(folder, RunFolder) and folder.ended:
             if folder.diverged is not None:

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import fcntl
 import math
-import os
 import statistics
 import time
 from collections import deque
@@ -24,7 +23,7 @@ from rich.text import Text
 
 from lamina.base.errors import BadInput
 from lamina.base.text import plural
-from lamina.cli.base import app, import_torch, out, table
+from lamina.cli.base import app, out, table
 from lamina.cli.export import short
 from lamina.training.metrics import is_metric
 
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from lamina.experiment.runs.records import Record
 
 EVERY = 1.0  # seconds between two frames
-START_TIMEOUT_S = 20.0  # to wait for a run that was just started: importing torch and reading data takes time
-LONGEST_SHOWN_S = 1e9  # of the time left
 RECENT = 20  # rounds, or frames, that the speed is measured over
 BARS = "▁▂▃▄▅▆▇█"
 LEFT_OUT_FIRST = ("curve", "rounds/s", "best", "left", "round")  # on a narrow terminal
@@ -50,8 +47,7 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="print how it stands now, and end")] = False,
 ) -> None:
     """Show runs while they train: rounds, curves, speed, time left. Ends with the last of them, or on Ctrl-C."""
-    import_torch()
-    view = View(folder, no_run_until=-math.inf if once else time.monotonic() + START_TIMEOUT_S)
+    view = View(folder)
     if once:
         out.print(view.frame())
         return
@@ -64,9 +60,8 @@ def watch(
 class View:
     """The view of a folder; every frame reads it again."""
 
-    def __init__(self, folder: Path, *, no_run_until: float = -math.inf) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._no_run_until = no_run_until  # a time before which there need not be any run
         self.is_active = False  # whether any process writes here, as of the last frame
         self._records: list[Record] = []
         self._files: dict[Path, MetricsFile] = {}  # so that a frame reads only what is new
@@ -81,10 +76,8 @@ class View:
         try:
             self._records = find_records([self.folder], self._files)
         except BadInput:
-            starting = time.monotonic() < self._no_run_until and not any(self.folder.rglob("metrics.jsonl"))
-            if not busy and not starting:  # else a run that is about to begin, or to be replaced
+            if not busy:  # else a run that is about to begin, or to be replaced
                 raise
-            busy = True
         # Running ones first: a terminal shows no more rows than it has lines.
         states = sorted(
             ((state(record), record) for record in self._records), key=lambda one: list(COLOURS).index(one[0])
@@ -146,7 +139,7 @@ class View:
     def _progress(self, how: str, record: Record) -> tuple[str, str, str]:
         """Return as text the finished rounds, rounds per second, and the time left if it runs."""
         finished, rounds, speed = len(record.history), int(record.config["train"]["rounds"]), self._speed(record)
-        left = duration((rounds - finished) / speed) if speed else "–"
+        left = str(datetime.timedelta(seconds=round((rounds - finished) / speed))) if speed else "–"
         return f"{finished}/{rounds}", f"{speed:.3g}" if speed else "–", left * (how == "running")
 
     def _speed(self, record: Record) -> float:
@@ -158,15 +151,6 @@ class View:
         recent = record.history[-RECENT:]
         seconds = recent.total("seconds", optional=True) + recent.total("evaluation_seconds", optional=True)
         return len(recent) / seconds if seconds else 0.0
-
-
-def duration(seconds: float) -> str:
-    """Return a time in words.
-
-    >>> duration(3661.2), duration(1e5), duration(1e20)
-    ('1:01:01', '1 day, 3:46:40', 'years')
-    """
-    return str(datetime.timedelta(seconds=round(seconds))) if seconds < LONGEST_SHOWN_S else "years"
 
 
 def state(record: Record) -> str:
@@ -181,8 +165,7 @@ def state(record: Record) -> str:
 def is_locked(folder: Path) -> bool:
     """Return whether a process writes to the folder; the kernel frees its lock however it ends."""
     try:
-        # A pipe of this name, which lamina has not made, must not block.
-        with os.fdopen(os.open(folder / "lock", os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        with (folder / "lock").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -107,19 +107,14 @@ def convert(name: str, what: str, values: Any, fill: int = 0) -> Padded:
             raise BadInput(f"{name}: {what} holds text; {advice}")  # not the text: a node's messages reach the server
         if array.dtype.kind == "O":
             array = np.asarray(array.tolist())  # perhaps a column of Python's numbers
-        if array.dtype.kind == "O" and any(is_whole(value) and not -(2**63) <= value < 2**63 for value in array.flat):
-            raise too_large(name, what)
         if array.dtype.kind == "O":
-            raise BadInput(
-                f"{name}: {what} holds something else than numbers, such as None; fill or drop those samples"
-            )
+            odd = "something else than numbers, such as None, or numbers beyond 64 bits"
+            raise BadInput(f"{name}: {what} holds {odd}; fill or drop those samples")
         array = signed(name, what, array)
         return Padded(torch.from_numpy(array if array.flags.writeable else array.copy()), None)
     except BadInput:
         raise
-    except OverflowError as error:  # a whole number beyond all floats, next to a float
-        raise too_large(name, what) from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         reason = str(error).splitlines()[0]
         raise BadInput(f"{name}: {what} is not an array of numbers of one shape ({reason})") from error
 
@@ -133,15 +128,8 @@ def signed(name: str, what: str, values: Any) -> Any:
         return values
     wide = values.astype(np.int64) if isinstance(values, np.ndarray) else values.to(torch.int64)
     if bool((wide < 0).any()):  # it has wrapped around
-        raise too_large(name, what)
+        raise BadInput(f"{name}: {what} holds a whole number too large for int64: renumber it, or give floats")
     return wide
-
-
-def too_large(name: str, what: str) -> BadInput:
-    """Return the error for whole numbers that int64 does not hold."""
-    return BadInput(
-        f"{name}: {what} holds a whole number beyond 2^63, too large for int64: renumber it, or give floats"
-    )
 
 
 def read_samples(name: str, data: Any, y: str | None) -> tuple[Any, Any]:
@@ -316,15 +304,10 @@ def _text_labels(name: str, y: Any) -> NDArray[Any] | None:
     array = np.asarray(y, dtype=object if isinstance(y, list | tuple) else None)  # a NaN must not become the text "nan"
     if array.ndim != 1 or array.dtype.kind not in "OUS" or not any(isinstance(label, str | bytes) for label in array):
         return None
-    refuse_missing_labels(name, array)
+    missing = next((i for i, label in enumerate(array) if label is None or label != label), None)  # NaN is not itself
+    if missing is not None:
+        raise BadInput(f"{name}: sample {missing} has no label; give one, or drop the sample")
     if not all(isinstance(label, str | bytes) for label in array):
         raise BadInput(f"{name}: y mixes text and numbers; give one text label per sample, or numbers only")
     texts = [label.decode(errors="backslashreplace") if isinstance(label, bytes) else label for label in array]
     return np.array(texts, dtype=object)
-
-
-def refuse_missing_labels(where: str, labels: NDArray[Any]) -> None:
-    """Refuse labels [n] if one of them is None or NaN."""
-    missing = next((i for i, label in enumerate(labels) if label is None or label != label), None)  # NaN is not itself
-    if missing is not None:
-        raise BadInput(f"{where}: sample {missing} has no label; give one, or drop the sample")

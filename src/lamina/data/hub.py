@@ -22,17 +22,14 @@ def is_hub_dataset(data: Any) -> bool:
     return hasattr(data, "column_names") and hasattr(data, "with_format")
 
 
-def fetch(repository: str, *subset: str) -> Mapping[str, Any]:
-    """Return all splits of a data set on the hub (or in its local cache).
-
-    `subset` is the name of the configuration, for a data set that has several.
-    """
+def fetch(repository: str) -> Mapping[str, Any]:
+    """Return all splits of a data set on the hub (or in its local cache)."""
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise missing_extra("datasets", "hub", f"downloading {repository}") from error
     try:
-        splits: Mapping[str, Any] = load_dataset(repository, *subset)
+        splits: Mapping[str, Any] = load_dataset(repository)
     except Exception as error:  # offline, refused, moved: each layer below has its own exceptions
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadInput(f"the Hugging Face hub did not deliver {repository} ({reason})") from error
@@ -40,23 +37,22 @@ def fetch(repository: str, *subset: str) -> Mapping[str, Any]:
 
 
 def arrays(
-    data: Any, x: str | Sequence[str] | None, y: str | None, *, options: tuple[str, str] = ("x", "y")
+    data: Any, x: str | Sequence[str] | None, y: str | None
 ) -> tuple[Any, Any, dict[str, NDArray[Any]], int | None]:
     """Return inputs, labels, other columns and the declared number of classes of one split.
 
-    Inputs of several columns are a dict: those that x names, or a tokenizer's. Messages call the arguments x and y by
-    the names in `options`.
+    Inputs of several columns are a dict: those that x names, or a tokenizer's.
     """
     if isinstance(data, Mapping):
         raise BadInput(f"this is a dictionary of splits; give one of them, for example data['{next(iter(data))}']")
     names = list(data.column_names)
     wanted = [x] if x is None or isinstance(x, str) else list(x)
     if not wanted:
-        raise BadInput(f"{options[0]} names no column; name at least one (columns: {', '.join(names)})")
-    inputs_of = [_column("input", options[0], each, _INPUT_COLUMNS, names) for each in wanted]
+        raise BadInput(f"x names no column; name at least one (columns: {', '.join(names)})")
+    inputs_of = [_column("input", "x", each, _INPUT_COLUMNS, names) for each in wanted]
     if x is None and inputs_of == ["input_ids"]:
         inputs_of += [name for name in _OF_TOKENS if name in names]
-    y = _column("label", options[1], y, LABEL_COLUMNS, names if y else [n for n in names if n not in inputs_of])
+    y = _column("label", "y", y, LABEL_COLUMNS, names if y else [n for n in names if n not in inputs_of])
     plain = data.with_format(None)  # ignore the user's format: read Python objects and pictures
     if len(plain) == 0:
         raise BadInput("the Hugging Face data set is empty; give at least one sample")
@@ -67,7 +63,7 @@ def arrays(
     inputs: dict[str, Any] = {}
     for name in inputs_of:
         if isinstance(first[name], str):
-            raise BadInput(f"column '{name}' holds text; tokenise it and name that column with {options[0]}=...")
+            raise BadInput(f"column '{name}' holds text; tokenise it and name that column with x=...")
         if hasattr(first[name], "convert"):
             inputs[name] = _pictures(plain, name)
         else:

@@ -10,9 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.base.errors import BadInput, missing_extra
-from lamina.base.limits import check_memory
-from lamina.base.paths import refuse_special
-from lamina.base.text import plural
 
 _GREY_MODES = ("1", "L", "LA")
 _WIDE_MODES = ("I", "F")  # the beginnings of PIL's modes of 16 and 32 bits: I, I;16, I;16B, F
@@ -40,8 +37,6 @@ def stack_pictures(
             return stack_pictures(pictures, count, name, colour=True)
         pixels = np.asarray(picture.convert(mode), dtype=np.uint8)
         if index == 0:
-            size = f"{pixels.shape[0]}x{pixels.shape[1]} pixels"
-            check_memory(f"{plural(count, 'picture')} of {size}", count * pixels.size, "make them smaller")
             # Allocated once: a list of 100,000 arrays and its stack would need the memory twice.
             stacked = np.empty((count, channels, *pixels.shape[:2]), np.uint8)
         if pixels.shape[:2] != stacked.shape[2:]:
@@ -71,7 +66,6 @@ class Pictures:
         except ImportError as error:
             raise missing_extra("pillow", "images", "reading pictures") from error
         for file in self.files:
-            refuse_special(file)
             try:
                 with Image.open(file) as opened:
                     picture = opened.copy()
@@ -79,8 +73,6 @@ class Pictures:
                         picture = picture.convert("RGB")
                     if self.size is not None:
                         picture = picture.resize((self.size[1], self.size[0]))
-            except MemoryError as error:
-                raise BadInput(f"{file} does not fit the memory of this machine: make the pictures smaller") from error
             except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
                 raise BadInput(f"{file} is not a readable picture ({error}): {self.advice}") from error
             yield picture

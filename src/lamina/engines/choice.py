@@ -31,44 +31,47 @@ UNCONTROLLED = (
     "activation checkpointing or in torch.func): use nn.Dropout or F.dropout(…, training=self.training) elsewhere"
 )
 ENGINES = ("auto", "stacked", "captured", "loop")
+FEW_CLIENTS = 32  # of a round: with more, a recurrent layer is faster stacked
+MANY_GROUPS = 1_000  # of a network's grouped convolutions: with fewer, they are faster stacked
 Engine = Loop | Stacked
 log = logging.getLogger(__name__)
 
 
-def choose_engine(
-    name: str, precision: Precision, lender: Engine | None = None, *, is_random: bool, **settings: Any
-) -> Engine:
+def choose_engine(name: str, precision: Precision, *, is_random: bool, cohort: int, **settings: Any) -> Engine:
     """Return the engine to run on.
 
     Args:
         name: "auto" takes the fastest that fits the model, and logs which and why.
         precision: the model's arithmetic.
-        lender: an engine of a similar simulation with the same precision; if the model and data are alike, its choice
-            is taken over, because testing what fits takes longer than a small round.
         is_random: whether the module draws random numbers itself: `torch.rand`, or dropout in evaluation mode.
+        cohort: how many clients train in a round.
         settings: the fields that `Loop` and `Stacked` share.
     """
     if name not in ENGINES:
         raise unknown("engine", name, ENGINES)
-    for similar in [lender, *_recent_engines(name, precision, settings["data"])]:
-        lent = None if similar is None else _lent_engine(similar, **settings)
-        if lent is not None:
-            return lent
-    engine = _fastest_engine(name, precision, is_random, **settings)
+    preference = ""  # why clients are trained apart even if they could be stacked
+    if name == "auto" and settings["objective"].device.type == "cuda":
+        preference = _why_apart(settings["objective"].module, cohort)
+    words = (name, precision, preference)
+    recent = _recent_engines(words, settings["data"])
+    lent = (_lent_engine(similar, **settings) for similar in recent)
+    engine = next((one for one in lent if one is not None), None)
+    if engine is None:
+        engine = _fastest_engine(name, precision, is_random, preference, **settings)
+        _recent.append((words, weakref.ref(engine)))
     settings["objective"].autocasts = precision == "bf16"
-    _recent.append((name, precision, weakref.ref(engine)))
     return engine
 
 
 # the engines of this process that were chosen last, if they still exist: seeds and rates share one choice
-_recent: deque[tuple[str, Precision, weakref.ref[Engine]]] = deque(maxlen=4)
+_recent: deque[tuple[Any, weakref.ref[Engine]]] = deque(maxlen=4)
 
 
-def _recent_engines(name: str, precision: Precision, data: Dataset) -> Iterator[Engine]:
+def _recent_engines(words: Any, data: Dataset) -> Iterator[Engine]:
     """Yield engines that were chosen by the same words for the same data."""
-    for other_name, other_precision, reference in reversed(_recent):
+    for other_words, reference in reversed(_recent):
         engine = reference()
-        if engine is None or (other_name, other_precision) != (name, precision):
+        if engine is None or other_words != words:
             continue
         if same_tensors(engine.data.x, data.x) and same_tensors(engine.data.y, data.y):
             yield engine
@@ -111,15 +114,13 @@ def _why_one_order(algorithm: Algorithm, objective: Objective) -> str:
     return "the algorithm treats coordinates by number, and convolution kernels have another order on a GPU"
 
 
-def _fastest_engine(name: str, precision: Precision, is_random: bool, **settings: Any) -> Engine:
+def _fastest_engine(name: str, precision: Precision, is_random: bool, preference: str, **settings: Any) -> Engine:
     if name == "loop":
         return Loop(**settings)
     algorithm, objective = settings["algorithm"], settings["objective"]
     why = UNCONTROLLED if is_random else _why_client_by_client(algorithm, objective)
     if not why:
-        sample = _probe_batch(settings["data"], objective)
-        if name == "auto" and objective.device.type == "cuda":
-            why = _why_apart(objective.module)
+        sample, why = _probe_batch(settings["data"], objective), preference
         if name != "captured" and not why:
             forward, why = choose_forward(objective, sample, precision)
             why = why or _why_one_order(algorithm, objective)
@@ -139,14 +140,17 @@ def _fastest_engine(name: str, precision: Precision, is_random: bool, **settings
     return Loop(**settings, why=why)
 
 
-def _why_apart(module: nn.Module) -> str:
-    """Return why a GPU trains the module's clients faster apart than stacked, or an empty string."""
-    for layer in module.modules():
-        if any(p.requires_grad for p in layer.parameters(recurse=False)):
-            if isinstance(layer, nn.RNNBase):
-                return "cuDNN computes all time steps of a recurrent layer at once"
-            if isinstance(layer, nn.modules.conv._ConvNd) and layer.groups > 1:
-                return "grouped convolutions gain nothing from stacking"
+def _why_apart(module: nn.Module, cohort: int) -> str:
+    """Return why a GPU trains a cohort faster with captured steps than stacked, or an empty string.
+
+    Measured on an H200: docs/explanation/engines.md has the figures.
+    """
+    trained = [m for m in module.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
+    if cohort <= FEW_CLIENTS and any(isinstance(layer, nn.RNNBase) for layer in trained):
+        return "cuDNN computes all time steps of a recurrent layer at once"
+    convolutions = [layer for layer in trained if isinstance(layer, nn.modules.conv._ConvNd)]
+    if sum(layer.groups for layer in convolutions if layer.groups > 1) >= MANY_GROUPS:
+        return "its grouped convolutions are slower stacked"
     return ""
 
 

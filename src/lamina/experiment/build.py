@@ -61,13 +61,13 @@ def hold_out(experiment: Experiment, train: Dataset) -> Splits:
     return Splits(rest, held_out)
 
 
-def build(experiment: Experiment, splits: Splits | None = None, *, like: Training | None = None) -> Training:
-    """Return the training run of an experiment; `like`, which differs only in numbers, lends it its engine."""
+def build(experiment: Experiment, splits: Splits | None = None) -> Training:
+    """Return the training run of an experiment."""
     data, run = experiment.data, experiment.run
     device = choose_device(run.device)
     options = RunOptions(**{each.name: getattr(run, each.name) for each in dataclasses.fields(RunOptions)})
     algorithm, protocol, partition, metrics = build_parts(experiment)
-    as_algorithm(algorithm)  # rehearsed before the data are read: a mistake in it costs no time
+    as_algorithm(algorithm)  # refuses a class without a card
     protocol.rate(experiment.train.rounds)  # refuses a schedule that ends before
     splits = splits or load_data(experiment)
     return Training(
@@ -83,7 +83,6 @@ def build(experiment: Experiment, splits: Splits | None = None, *, like: Trainin
         heldout_clients=data.heldout_clients,
         local_test=data.local_test,
         metrics=metrics,
-        lender=like,
     )
 
 

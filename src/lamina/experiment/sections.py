@@ -96,8 +96,7 @@ class Data(Named):
         """Make the natural clients the partition, unless another one is given."""
         if not isinstance(tree, Mapping) or tree.get("partition") is not None:
             return tree
-        data_format = FORMATS.get(str(tree.get("name")))
-        column = tree.get("client") or (data_format and data_format.natural_clients)
+        column = tree.get("client")
         return {**tree, "partition": {"name": "by-column", "column": column}} if isinstance(column, str) else tree
 
     @model_validator(mode="after")

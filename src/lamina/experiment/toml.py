@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from lamina.base.errors import BadInput
-from lamina.base.limits import in_bytes
 from lamina.base.paths import checked_path
 from lamina.experiment.sections import DEFAULT_NAMES, Data
 
 Tree = dict[str, Any]
-LONGEST_FILE_BYTES = 10_000_000
 
 
 def read_tree(path: Path, chain: tuple[Path, ...] = ()) -> Tree:
@@ -149,17 +147,13 @@ def _table(tree: Tree, key: str) -> Tree:
 
 def _read(path: Path) -> Tree:
     try:
-        with path.open("rb") as file:
-            content = file.read(LONGEST_FILE_BYTES + 1)  # /dev/zero has no end
-        if len(content) > LONGEST_FILE_BYTES:
-            raise BadInput(f"'{path}' is not an experiment file: it is longer than {in_bytes(LONGEST_FILE_BYTES)}")
-        text = content.decode("utf-8-sig")  # some editors begin a file with a byte order mark
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except OSError as error:
         raise BadInput(f"cannot read the experiment file '{path}': {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise BadInput(f"'{path}' is not a text file: an experiment is TOML in UTF-8") from error
     try:
-        return tomllib.loads(text.replace("\r\n", "\n"))
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOML's own errors, thousands of digits, thousands of brackets
         raise BadInput(f"{path}: not valid TOML: {error}") from error
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
-from lamina.base.errors import BadInput, is_number, is_whole, nearest, unknown
+from lamina.base.errors import BadInput, is_number, is_whole
 from lamina.flower.wire import Unreadable, decode, entries_of, shorten, wire_bytes
 from lamina.objective.objective import Buffers
 from lamina.training.evaluation import mean_name, weight_name
@@ -34,45 +34,23 @@ class Limits:
     """Limits for updates, which must be well-formed and finite in any case.
 
     Args:
-        max_norm: the largest norm of ``delta``; or a norm for each of several fields of the algorithm's Up, by name;
-            ``gradient`` also limits the original Mime's first exchange.
-        on_large: what happens to a larger one: the update is refused, or the field is scaled down to the limit.
+        max_norm: the largest norm of ``delta``.
         times_median: an update is refused if the norm of a field or buffer, or the number of examples, is more than
             this many times the round's median. It stops broken nodes and absurd values; against hostile nodes, use a
             robust mean (``aggregation``). With fewer than three answers nothing is compared. None switches it off.
         max_examples: the most examples a client may say it has.
     """
 
-    max_norm: float | Mapping[str, float] | None = None
-    on_large: Literal["reject", "clip"] = "reject"
+    max_norm: float | None = None
     times_median: float | None = 100.0
     max_examples: int = 10_000_000
 
     def __post_init__(self) -> None:
-        if self.on_large not in ("reject", "clip"):
-            raise unknown("limits.on_large", self.on_large, ("reject", "clip"))
-        factors = {} if self.times_median is None else {"times_median": self.times_median}
-        for name, value in {**self.norms, **factors}.items():
-            if not (is_number(value) and value > 0):
+        for name, value in {"max_norm": self.max_norm, "times_median": self.times_median}.items():
+            if value is not None and not (is_number(value) and value > 0):
                 raise BadInput(f"limits: {name} = {value!r} is not a number > 0")
         if not is_whole(self.max_examples) or self.max_examples < 1:
             raise BadInput(f"limits: max_examples = {self.max_examples!r} is not a whole number >= 1")
-
-    @property
-    def norms(self) -> Mapping[str, float]:
-        """The largest norm by field."""
-        if self.max_norm is None:
-            return {}
-        return self.max_norm if isinstance(self.max_norm, Mapping) else {"delta": self.max_norm}
-
-    def check_fields(self, fields: Sequence[str]) -> None:
-        """Refuse a limit for a field that the algorithm does not send."""
-        for name in self.norms:
-            if name not in fields:
-                raise BadInput(
-                    f"limits: max_norm names '{name}', which is not a field of the uploads"
-                    f"{nearest(str(name), fields)} (fields: {', '.join(fields)})"
-                )
 
 
 class FullGradient(NamedTuple):
@@ -104,7 +82,6 @@ class Update(NamedTuple):
     examples: int
     steps: int
     loss: float
-    clipped: tuple[str, ...] = ()  # fields scaled down to their limit
 
 
 class Expected(NamedTuple):
@@ -143,15 +120,10 @@ def read_update(content: RecordDict, expected: Expected, examples_before: int | 
         if not is_whole(figures["steps"]) or figures["steps"] != steps:
             raise Refused(f"says {_quote(figures['steps'])} local steps, but {examples} examples make {steps}")
         _check_loss(loss, "training")
-    clipped = []
-    for name, most in expected.limits.norms.items():
-        if name not in tensors or (length := norm(tensors[name])) <= most:
-            continue
-        if expected.limits.on_large == "reject":
-            raise Refused(f"'{name}' has norm {length:.4g}, over the limit of {most:g}")
-        tensors[name] = (tensors[name].double() * (most / length)).to(tensors[name].dtype)
-        clipped.append(name)
-    return Update(expected.up._replace(**tensors), buffers, examples, steps, loss, tuple(clipped))
+    most = expected.limits.max_norm
+    if most is not None and "delta" in tensors and (length := norm(tensors["delta"])) > most:
+        raise Refused(f"'delta' has norm {length:.4g}, over the limit of {most:g}")
+    return Update(expected.up._replace(**tensors), buffers, examples, steps, loss)
 
 
 def read_evaluation(

@@ -111,7 +111,7 @@ class Exchange:
         resent: set[int] = set()
 
         def send(client: int, content: RecordDict, seconds: float) -> None:
-            sent, why = self.mail.send(self.roster.bound[client], content, kind, str(record.round), seconds)
+            sent, why = self.mail.send(self.roster.nodes[client], content, kind, str(record.round), seconds)
             if sent is None:
                 record.miss(client, why)
             else:
@@ -156,12 +156,8 @@ class Exchange:
                 self.roster.log_waiting(waiting.values(), "to answer")
             time.sleep(min(self.setup.poll, max(0.0, until - time.monotonic())))
         for sent, client in waiting.items():
-            stalled = self.mail.give_up(sent)
-            why = " (it began to send one, and did not complete it)" * stalled
-            record.miss(client, late(self.setup.deadline) + why)
-        for client, answer in answers.items():
-            for field in getattr(answer, "clipped", ()):
-                record.note(f"{record.name(client)}: '{field}' was scaled down to the limit")
+            self.mail.give_up(sent)
+            record.miss(client, late(self.setup.deadline))
         return dict(sorted(answers.items()))
 
     def _about_x(self, state: State, clients: Iterable[int], number: int) -> dict[int, RecordDict]:

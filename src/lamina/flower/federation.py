@@ -61,8 +61,7 @@ class Federation(Setup):
             augmentation, seed, device, evaluate_every, accept_changed_code: as in `lamina.Simulation`.
         evaluate_on: where the model is evaluated: "central" (the server's test data), "nodes", or "both".
         nodes: Flower's node ids and the client each is, or a JSON file with such a table; else ``nodes`` in Flower's
-            run configuration. With it nobody else takes part; without it the first node that says it is client i
-            (``partition-id`` in its node configuration) is client i.
+            run configuration. Nobody else takes part.
         quorum: how many of a round's clients must answer: a fraction (``1.0`` is all of them), or a whole number (``1``
             is one client).
         deadline: seconds that nodes have to answer a message; the original Mime has two in a round, and an evaluation
@@ -72,7 +71,7 @@ class Federation(Setup):
         limits: what an update may be.
         signing_key: the file with the server's private key, which signs every message to a node; else
             ``signing-key`` in Flower's run configuration. Nodes verify messages with ``server-key`` in their node
-            configuration, the file with the public key. Only Flower's simulation does without.
+            configuration, the file with the public key.
         state_dir: where a node keeps its clients' state; ``state-dir`` in its node configuration goes first; else
             ``lamina`` in the user's state folder.
     """
@@ -153,8 +152,8 @@ class Federation(Setup):
         @app.main()
         def main(grid: Grid, context: Context) -> None:
             out = Path(str(self.out or context.run_config.get("out") or "runs/flower"))
-            nodes = read_nodes(self.nodes or context.run_config.get("nodes") or None, self.plan.clients.count)
-            key = read_signing_key(self.signing_key or context.run_config.get(SERVER_OPTION), grid)
+            nodes = read_nodes(self.nodes or context.run_config.get("nodes"), self.plan.clients.count)
+            key = read_signing_key(self.signing_key or context.run_config.get(SERVER_OPTION))
             with LogLines() as lines, RunFolder(out, self.config(), lines=lines) as folder:
                 if folder.diverged is not None:
                     raise folder.diverged
@@ -213,25 +212,18 @@ class _Dealt:
         return building.resolved(plain, building.build(plain, self.splits))
 
 
-def read_nodes(given: Any, clients: int) -> dict[int, int] | None:
-    """Return the client of every listed node, from a mapping or a JSON file; None without a list."""
-    if given is None:
-        return None
-    table = given
-    if not isinstance(given, Mapping):
-        try:
-            table = json.loads(Path(str(given)).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise BadInput(f"cannot read the list of nodes '{given}': {error.strerror}") from error
-        except ValueError as error:
-            raise BadInput(f"'{given}' is not valid JSON: {error}") from error
+def read_nodes(given: Any, clients: int) -> dict[int, int]:
+    """Return the client of every listed node, from a mapping or a JSON file."""
+    if not given:
+        raise BadInput(
+            "the server has no list of nodes: give its path as nodes in the run configuration, or as "
+            'Federation(nodes=...): {"<node id>": 0, ...}, with the ids that `flwr supernode register` printed'
+        )
     try:
+        table = given if isinstance(given, Mapping) else json.loads(Path(str(given)).read_text(encoding="utf-8"))
         nodes = {int(node): int(client) for node, client in table.items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise BadInput('nodes must be a table of node ids and client numbers: {"1234": 0, "5678": 1}') from error
-    for node, client in nodes.items():
-        if not 0 <= client < clients:
-            raise BadInput(f"nodes: node {node} is client {client}, but they are numbered 0 to {clients - 1}")
-    if len(set(nodes.values())) < len(nodes):
-        raise BadInput("nodes: two nodes are the same client")
+    except (OSError, AttributeError, TypeError, ValueError) as error:
+        raise BadInput(f'nodes: {given} is no table such as {{"1234": 0, "5678": 1}} ({error})') from error
+    if len(set(nodes.values()) & set(range(clients))) < len(nodes):
+        raise BadInput(f"nodes: every node needs a client of its own, 0 to {clients - 1}, not {list(nodes.values())}")
     return nodes

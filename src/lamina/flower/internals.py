@@ -18,11 +18,6 @@ def serialised_bytes(content: RecordDict) -> int:
     return int(recorddict_to_proto(content).ByteSize())
 
 
-def is_simulation(grid: Grid) -> bool:
-    """Return whether a Grid belongs to Flower's simulation, where all nodes are processes of this machine."""
-    return type(grid).__name__ == "InMemoryGrid"
-
-
 def take_replies_only(grid: Grid) -> None:
     """Have a Grid leave out everything but replies to the messages it is asked for, before it reads their contents.
 

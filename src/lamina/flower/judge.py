@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from lamina.algorithms.contract import ClientInfo, ServerInfo, trial_step
+from lamina.algorithms.contract import ClientInfo, trial_step
 from lamina.engines.state import State
 from lamina.flower import wire
 from lamina.flower.checks import Evaluation, Expected, Update, norm
 from lamina.flower.records import Attendance, Memory
 from lamina.flower.setup import Setup
-from lamina.objective.objective import Objective
 from lamina.training.evaluation import WEIGHT
 
 FEWEST_FOR_A_MEDIAN = 3  # answers
@@ -34,29 +33,21 @@ Sizes = dict[str, dict[int, float]]  # by what is measured and client
 class Judge:
     """Removes answers that were sent before or stand out in their round."""
 
-    def __init__(self, setup: Setup, objective: Objective, state: State, memory: Memory) -> None:
+    def __init__(self, setup: Setup, memory: Memory) -> None:
         self.memory, self.algorithm, self.protocol, self.limits = memory, setup.algorithm, setup.protocol, setup.limits
-        rate, layers, zero = self.protocol.rate(1), objective.layers, torch.zeros_like(state.server.x)
-        down = self.algorithm.broadcast(state.server, ServerInfo(1, rate, layers, mean_gradient=zero))
-        self.upload = self._upload(down, ClientInfo(1, rate, layers, full_gradient=zero))
-        self.limits.check_fields(self.upload._fields)
 
     def expect(self, state: State, down: Any, info: ClientInfo) -> Expected:
         """Return what a sound update looks like: the fields an engine would get from one local step."""
+        client = self.algorithm.client_init(down.x, info.layers)
+        start = self.algorithm.begin(down, client, info)
+        local = trial_step(self.algorithm, start, down, torch.zeros_like(down.x), info)
         return Expected(
-            self._upload(down, info),
+            self.algorithm.finish(local, down, client, info)[0],
             wire.floating(state.buffers),
             lambda examples: int(self.protocol.steps(np.array([examples]))[0]),
             self.limits,
             self.algorithm.non_negative,
         )
-
-    def _upload(self, down: Any, info: ClientInfo) -> Any:
-        """Return the Up of one local step."""
-        client = self.algorithm.client_init(down.x, info.layers)
-        start = self.algorithm.begin(down, client, info)
-        local = trial_step(self.algorithm, start, down, torch.zeros_like(down.x), info)
-        return self.algorithm.finish(local, down, client, info)[0]
 
     def remove_odd_gradients(self, gradients: dict[int, Update], record: Attendance) -> None:
         """Remove full gradients (Mime's first exchange) that stand out."""

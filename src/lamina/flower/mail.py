@@ -8,7 +8,6 @@ content that always holds a random token.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Iterable
@@ -35,8 +34,7 @@ ERRORS = {  # what Flower's error codes mean
     7: "it refused the app",
     8: "its app crashed",
 }
-RAISED = (0, 2, 6)  # their reasons are texts of exceptions, which may quote a node's data: only the type is shown
-EXCEPTION = re.compile(r"(?:<class ')?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning))\b")
+RAISED = (0, 2, 6)  # their reasons are texts of exceptions, which may quote a node's data, and are not shown
 EXPIRED = (3, 4)  # Flower also gives a message that has expired one of these
 LATE = "no reply within"  # how the reason begins for a node that needs longer than the deadline
 AT_ONCE = 8  # pulls that are waited for at the same time
@@ -62,9 +60,9 @@ class Sent(NamedTuple):
 
 
 class Mail:
-    """Sends the server's messages and collects the replies; in a simulation, without a key, they are not signed."""
+    """Sends the server's messages, signed, and collects the replies."""
 
-    def __init__(self, grid: Grid, signing_key: Ed25519PrivateKey | None = None) -> None:
+    def __init__(self, grid: Grid, signing_key: Ed25519PrivateKey) -> None:
         self.grid, self.signing_key, self.traffic = grid, signing_key, Traffic()
         self._puller = Puller(grid)
         self._sent: dict[str, Sent] = {}
@@ -75,8 +73,7 @@ class Mail:
             return None, "no time was left to send it a message"
         expires = time.monotonic() + ttl  # handing it over takes part of its time
         message = Message(content, node, kind, ttl=ttl, group_id=group)
-        if self.signing_key is not None:
-            sign(message, self.signing_key)
+        sign(message, self.signing_key)
         try:
             ids = list(self.grid.push_messages([message]))
         except Exception as error:  # the SuperLink refuses it: expired on its way, too large, an unknown node
@@ -88,10 +85,9 @@ class Mail:
         self._sent[ids[0]] = Sent(node, expires, ttl)
         return str(ids[0]), ""
 
-    def give_up(self, message: str) -> bool:
-        """Stop waiting for a reply, which counts no more; return whether its upload has begun."""
+    def give_up(self, message: str) -> None:
+        """Stop waiting for a reply, which counts no more."""
         del self._sent[message]
-        return self._puller.is_uploading(message)
 
     def look(self, waiting: Iterable[str], record: Attendance) -> dict[str, Message | str]:
         """Return the replies to these messages: each a message, or the reason why there is none.
@@ -127,10 +123,7 @@ def _why(reply: Message, sent: Sent) -> str:
     difference_of_clocks = min(1.0, sent.ttl / 10)
     if code in EXPIRED and time.monotonic() >= sent.expires - difference_of_clocks:
         return late(sent.ttl)
-    reason = wire.shorten((reply.error.reason or "").strip().rpartition("\n")[2])
-    if code in RAISED:
-        exception = EXCEPTION.match(reason)
-        reason = exception[1] if exception else ""
+    reason = "" if code in RAISED else wire.shorten((reply.error.reason or "").strip().rpartition("\n")[2])
     return ERRORS.get(code, f"error {code}") + (f": {reason}" if reason else "")
 
 
@@ -190,10 +183,6 @@ class Puller:
         finished = {message: pull for message, pull in self._pulls.items() if not pull.is_alive()}
         self._pulls = {message: pull for message, pull in self._pulls.items() if message not in finished}
         return finished
-
-    def is_uploading(self, message: str) -> bool:
-        """Return whether the reply to a message was announced and is not complete."""
-        return message in self._pulls
 
     def _wait_for_all_but(self, most: int) -> None:
         """Wait until at most `most` pulls run that are still worth waiting for."""

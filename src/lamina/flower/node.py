@@ -57,7 +57,6 @@ class Node(ClientApp):
         """
         token, content, problem = "", RecordDict(), {}
         answers = {
-            MessageType.QUERY: self.send_name,
             MessageType.TRAIN: self.send_update,
             MessageType.EVALUATE: self.send_evaluation,
             wire.GRADIENT: self.send_gradient,
@@ -83,10 +82,6 @@ class Node(ClientApp):
             content = wire.content_of({"problem": problem})
         content[wire.ANSWER] = ConfigRecord({"to": token})
         return Message(content, reply_to=message)
-
-    def send_name(self, content: RecordDict, context: Context) -> RecordDict:
-        """Return the number of this node's client, from its own configuration."""
-        return wire.content_of({"who": {"client": client_number(context)}})
 
     def send_update(self, content: RecordDict, context: Context) -> RecordDict:
         """Train locally for one round; the client's new state is on disk before the update is sent."""
@@ -166,8 +161,7 @@ class Node(ClientApp):
             )
         root = context.node_config.get("state-dir") or self.setup.state_dir or default_folder()
         store = Store(Path(str(root)).expanduser(), task.run, task.client)
-        if not signing.is_simulated():
-            store.refuse_replay(task.number)
+        store.refuse_replay(task.number)
         return task, store
 
     def _given(self, content: RecordDict, task: Task, store: Store) -> tuple[Any, Buffers, Any]:
@@ -269,7 +263,6 @@ def client_number(context: Context) -> int:
     given = context.node_config.get("partition-id")
     if isinstance(given, bool) or not isinstance(given, int):
         raise BadInput(
-            "this node has no number: start it with --node-config 'partition-id=0' (1, 2, ... for the others), "
-            "or give the server a list of nodes"
+            "this node has no number: start it with --node-config 'partition-id=0' (1, 2, ... for the others)"
         )
     return given

@@ -49,10 +49,6 @@ class Attendance:
         """Record a client whose answer is not used."""
         self.refused.append({**self._entry(client), "why": why})
 
-    def refuse_node(self, node: int, why: str) -> None:
-        """Record a node that is not a client."""
-        self.refused.append({"client": None, "node": str(node), "why": why})
-
     def note(self, text: str) -> None:
         """Record anything else, once."""
         if text not in self.notes:
@@ -60,24 +56,17 @@ class Attendance:
 
     def lines(self) -> list[str]:
         """Return a line for every client that is not in the mean, and the notes."""
-        missing = [f"{name_of(one['client'], one['node'])}: {one['why']}" for one in self.missing]
-        refused = [f"{name_of(one['client'], one['node'])}: refused: {one['why']}" for one in self.refused]
+        missing = [f"{self.name(one['client'])}: {one['why']}" for one in self.missing]
+        refused = [f"{self.name(one['client'])}: refused: {one['why']}" for one in self.refused]
         return [*missing, *refused, *self.notes]
 
     def name(self, client: int) -> str:
         """Return what messages call a client and its node."""
-        return name_of(client, self._nodes.get(client))
+        return f"client {client}" + (f" (node {self._nodes[client]})" if client in self._nodes else "")
 
     def _entry(self, client: int) -> dict[str, Any]:
         node = self._nodes.get(client)
         return {"client": client, "node": None if node is None else str(node)}  # too long a number for many readers
-
-
-def name_of(client: int | None, node: int | str | None) -> str:
-    """Return what messages call a client and its node."""
-    if client is None:
-        return f"node {node}"
-    return f"client {client}" + (f" (node {node})" if node is not None else "")
 
 
 class Journal:

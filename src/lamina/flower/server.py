@@ -47,7 +47,7 @@ class Stopped(LaminaError):
 class Server:
     """One run of a federation."""
 
-    def __init__(self, setup: Setup, folder: RunFolder, mail: Mail, nodes: Mapping[int, int] | None) -> None:
+    def __init__(self, setup: Setup, folder: RunFolder, mail: Mail, nodes: Mapping[int, int]) -> None:
         self.setup, self.folder = setup, folder
         self.algorithm, self.plan, self.protocol = setup.algorithm, setup.plan, setup.protocol
         self.objective = setup.objective()
@@ -63,8 +63,8 @@ class Server:
         self.history = History()
         self.journal = Journal(folder.path)
         memory = Memory(run=secrets.token_hex(16))
-        self.judge = Judge(setup, self.objective, self.state, memory)
-        self.mail, self.roster = mail, Roster(setup, mail, nodes)
+        self.judge = Judge(setup, memory)
+        self.mail, self.roster = mail, Roster(setup, mail.grid, nodes)
         app = wire.fingerprint(self.algorithm, self.objective)
         self.exchange = Exchange(setup, app, self.mail, self.roster, memory)
         self._warned: dict[str, int] = {}  # by line: the last round with this warning
@@ -77,7 +77,7 @@ class Server:
         self.folder.begin()  # so that the records name missing clients from the first attempt on
         memory = self.exchange.memory
         memory.last_task = count_start(self.folder.path, memory.last_task)
-        for client in self.roster.unlisted():
+        for client in self.roster.unlisted:
             log.warning("no node is listed for client %d: it takes no part", client)
         try:
             if len(self.history):  # killed after the checkpoint of a round with an infinite test loss
@@ -109,14 +109,11 @@ class Server:
 
     def _resume(self) -> None:
         """Resume the run in the folder from its newest sound checkpoint."""
-        start = (self.state, self.judge.upload)  # earlier versions kept sums of some of its fields, by client
         self.folder.checkpoints.identity = of_run(self.algorithm, self.objective, self.plan)
-        loaded = load_newest([self.folder.checkpoints], [start], self.folder.rounds())
+        loaded = load_newest([self.folder.checkpoints], [(self.state, None)], self.folder.rounds())
         if loaded is not None:
             ((self.state, (facts,)),) = loaded
             self.exchange.memory = self.judge.memory = Memory(**facts)
-            if self.roster.fixed is None:
-                self.roster.bound.update({int(client): int(node) for client, node in facts["nodes"].items()})
         self.history = self.folder.resume_after(self.state.round)
         self.journal.cut(self.state.round)
 
@@ -127,8 +124,7 @@ class Server:
         self.folder.refuse_lost()
         self.journal.write(record)
         self.folder.record(row, self)
-        nodes = {client: str(node) for client, node in self.roster.bound.items()}
-        self.folder.checkpoint(self, [self.judge.memory.model_dump() | {"nodes": nodes}])
+        self.folder.checkpoint(self, [self.judge.memory.model_dump()])
         metric = self.setup.metrics[0].name if self.setup.metrics else "accuracy"
         shown = "".join(f", {name} {row[name]:.4f}" for name in (metric, f"node_{metric}") if name in row)
         taken = f"{row['clients']} of {row['asked']} clients, {row['seconds']:.1f} s"
@@ -141,7 +137,7 @@ class Server:
         attempts, cohort = self.setup.attempts, self.plan.cohort(number).tolist()
         needed = self.setup.needed(len(cohort))
         for attempt in range(1, attempts + 1):
-            record = Attendance(number, attempt, nodes=self.roster.bound)
+            record = Attendance(number, attempt, nodes=self.roster.nodes)
             down, updates = self._attempt(cohort, needed, record)
             self._warn(record)
             if len(updates) >= needed:
@@ -245,7 +241,7 @@ class Server:
         """Return the means over the examples of all connected nodes."""
         self.mail.traffic = Traffic()
         # a record of its own: a client that does not evaluate still took part in the round
-        attendance = Attendance(record.round, nodes=self.roster.bound)
+        attendance = Attendance(record.round, nodes=self.roster.nodes)
         examples = self.judge.memory.examples if self.setup.node_test is None else {}  # those that clients train on
         results = self.exchange.evaluations(self.state, attendance, examples)
         self.judge.remove_odd_evaluations(results, attendance)

@@ -13,7 +13,7 @@ from torch import nn
 
 from lamina import algorithms
 from lamina.algorithms.contract import Algorithm
-from lamina.algorithms.rehearsal import rehearse, rehearse_on
+from lamina.algorithms.rehearsal import is_user_defined, rehearse
 from lamina.base.errors import BadInput, is_whole, unknown
 from lamina.base.limits import check_count, check_number
 from lamina.data.dataset import Dataset, as_dataset
@@ -62,7 +62,6 @@ class Setup:
         **settings: Unpack[Settings],
     ) -> None:
         self.algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
-        rehearse(self.algorithm)
         self.protocol = TrainSettings.of(self.algorithm, settings)
         self.plan = Plan(Clients.elsewhere(clients), self.protocol)
         self.make_model, self.data, self.test, self.node_test, self.device = model, data, test, node_test, device
@@ -124,5 +123,6 @@ class Setup:
         """Build the model on the device of this process."""
         objective = Objective(self.make_model().to(choose_device(self.device)), self.protocol.loss)
         check_model(objective)
-        rehearse_on(objective.layers, self.algorithm, objective.device)
+        if is_user_defined(self.algorithm):
+            rehearse(self.algorithm, objective.layers, objective.device)
         return objective

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
 from flwr.app import Array, ConfigRecord, Context, Message
-from flwr.serverapp import Grid
 
 from lamina.base.errors import BadInput
-from lamina.flower import internals
 from lamina.flower.wire import entries_of
 
 SIGNATURE = "signature"  # the record that holds it
@@ -54,27 +51,20 @@ def sign(message: Message, key: Ed25519PrivateKey) -> None:
     message.content[SIGNATURE] = ConfigRecord({"ed25519": key.sign(statement)})
 
 
-def read_signing_key(path: Any, grid: Grid) -> Ed25519PrivateKey | None:
-    """Return the server's private key; None in Flower's simulation."""
-    if path:
-        key: Ed25519PrivateKey = load_key(Path(str(path)).expanduser(), secret=True)
-        return key
-    if internals.is_simulation(grid):
-        return None
-    raise BadInput(
-        "the server has no key to sign tasks with, and nodes refuse tasks without a signature: give its path as "
-        f"{SERVER_OPTION} in the run configuration, or as Federation(signing_key=...); {HOW}"
-    )
+def read_signing_key(path: Any) -> Ed25519PrivateKey:
+    """Return the server's private key."""
+    if not path:
+        raise BadInput(
+            "the server has no key to sign tasks with, and nodes refuse tasks without a signature: give its path as "
+            f"{SERVER_OPTION} in the run configuration, or as Federation(signing_key=...); {HOW}"
+        )
+    key: Ed25519PrivateKey = load_key(Path(str(path)).expanduser(), secret=True)
+    return key
 
 
 def authenticate(message: Message, context: Context) -> None:
-    """Raise `BadInput` unless the server signed this message for this node and this run.
-
-    In Flower's simulation there is nothing to verify with, and nobody else who could send a message.
-    """
+    """Raise `BadInput` unless the server signed this message for this node and this run."""
     path = context.node_config.get(NODE_OPTION)
-    if not path and is_simulated():
-        return
     if not path:
         raise BadInput(
             "this node has no public key of its server, so it cannot tell whether a task is the server's: start it "
@@ -90,12 +80,6 @@ def authenticate(message: Message, context: Context) -> None:
             "refused a message that the server has not signed for this node and this run: it is forged, or this node's "
             f"{NODE_OPTION} does not belong to the server's {SERVER_OPTION}"
         ) from None
-
-
-def is_simulated() -> bool:
-    """Return whether this process is an actor of Ray, as a node in Flower's simulation is, and nowhere else."""
-    ray = sys.modules.get("ray")
-    return bool(ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id())
 
 
 def _statement(message: Message, node: int, run: int) -> bytes:

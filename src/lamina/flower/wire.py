@@ -100,7 +100,7 @@ def entries_of(content: RecordDict, name: str, kind: type[Any] = ConfigRecord) -
 
 def token_of(content: RecordDict) -> str:
     """Return the token of a message down; empty if it has none."""
-    token = (entries_of(content, "task") or entries_of(content, "question")).get("token")
+    token = entries_of(content, "task").get("token")
     return token if isinstance(token, str) and HEX.fullmatch(token) else ""
 
 

@@ -10,9 +10,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from lamina.base.errors import BadInput, LaminaError, describe_error, short_repr, unknown
+from lamina.base.errors import BadInput, LaminaError, describe_error, unknown
 from lamina.base.registry import import_named, parameters_of, refuse_unknown_options
-from lamina.models.allocation import BoundedMemory
 from lamina.models.plain import SMU, cifar_cnn, cifar_cnn3, cnn, lenet, mlp, small_cnn
 from lamina.models.registry import GIVEN, Card, Factory, registry
 from lamina.models.resnet import BasicBlock, resnet9, resnet18
@@ -56,8 +55,6 @@ def create(
     arguments = _arguments(name, factory, {"input_shape": input_shape, "classes": classes}, options)
     if name not in registry() and "classes" in arguments:
         log.info("the model '%s' is made with classes = %d, the number of classes in the data", name, classes)
-    given = ", ".join(f"{option} = {short_repr(value)}" for option, value in options.items())
-    bounded = BoundedMemory(f"the model '{name}'" + (f" ({given})" if given else ""))
     try:
         with contextlib.ExitStack() as contexts:
             if seed is not None:
@@ -66,7 +63,6 @@ def create(
                     contexts.enter_context(torch.device("cpu"))
                 contexts.enter_context(torch.random.fork_rng(devices=[]))
                 torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs as well
-            contexts.enter_context(bounded)
             module = factory(**arguments)
     except LaminaError:
         raise

@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
-from lamina.base.errors import short_repr
 from lamina.base.text import hash_parts
 from lamina.objective.batch import Inputs, named_tensors
 from lamina.objective.source import source_digests, source_of, users_module
@@ -57,32 +55,15 @@ def code_digests(values: Iterable[Any]) -> dict[str, str]:
     return source_digests(code)
 
 
-def alike(one: Any, other: Any) -> bool:
+def alike(one: Any, other: Any, *, weights: bool = True) -> bool:
     """Return whether two values of this process (numbers, tensors, functions, modules, ...) have the same contents.
 
-    Values that cannot be pickled are alike only if they are the same object.
+    Functions are alike if they run the same code, and values that cannot be pickled if they are the same object. Unless
+    `weights`, the parameters and buffers of two modules may have other values.
     """
-    return one is other or _Digest(strict=True).of(one) == _Digest(strict=True).of(other)
-
-
-def module_difference(one: nn.Module, other: nn.Module, *, strict: bool = True) -> str:
-    """Name the first plain attribute or submodule in which two modules differ; an empty string if there is none.
-
-    Values of parameters and buffers may differ. Values that cannot be pickled are the same only if they are the same
-    object; unless `strict`, they are the same if they have one type.
-    """
-    submodules, others = (dict(module.named_modules()) for module in (one, other))
-    if list(submodules) != list(others):  # one may use a layer twice where the other has two
-        return "their submodules"
-    digest, other_digest = _Digest(one, strict=strict), _Digest(other, strict=strict)
-    for path, layer in submodules.items():
-        if _class(layer) != _class(others[path]):
-            return f"'{path or 'the model'}' ({type(layer).__name__} and {type(others[path]).__name__})"
-        attributes, other_attributes = digest.attributes(layer), other_digest.attributes(others[path])
-        for name in {**attributes, **other_attributes}:
-            if attributes.get(name) != other_attributes.get(name):
-                return _shown(f"{path}.{name}" if path else name, vars(layer).get(name), vars(others[path]).get(name))
-    return ""
+    digest, other_digest = (_Digest(None if weights else value) for value in (one, other))
+    is_same = digest.of(one) == other_digest.of(other) and digest.identities == other_digest.identities
+    return one is other or is_same
 
 
 def is_laminas(value: Any) -> bool:
@@ -104,13 +85,11 @@ class _Digest:
 
     Args:
         value: if this is a module, its parameters and buffers count by their names, not by their values.
-        strict: whether code and values that cannot be pickled count by their identity, which ties the digest to this
-            process.
     """
 
-    def __init__(self, value: Any = None, *, strict: bool = False) -> None:
-        self.strict = strict
+    def __init__(self, value: Any = None) -> None:
         self.code: list[Any] = []  # the functions, classes and modules visited
+        self.identities: list[int] = []  # of functions' code and of values that cannot be pickled, in this process
         self.seen: dict[int, str] = {}
         self.held: list[Any] = []  # keeps visited objects alive, so that no other gets their id
         if isinstance(value, nn.Module):
@@ -131,21 +110,11 @@ class _Digest:
             digest = hash_parts([kind, *self._parts(value)])
         except Exception:  # a user's object may raise anything
             self.of(type(value))
-            digest = hash_parts([kind, str(id(value))] if self.strict else [kind])
+            self.identities.append(id(value))
+            digest = hash_parts([kind])
         if not isinstance(value, nn.Module):  # a module that is used twice is not two modules
             self.seen[id(value)] = digest
         return digest
-
-    def attributes(self, module: nn.Module) -> dict[str, str]:
-        """Return the digests of a module's plain attributes, by name; those of its submodules are not among them."""
-        skipped = OF_EVERY_MODULE | (RNN_ALIASES if isinstance(module, nn.RNNBase) else set())
-        digests = {"class": str(_class(module)) if self.strict else self.of(type(module))}
-        for name, value in sorted(vars(module).items()):
-            if name in HOOKS:  # keyed by a running number: only the functions matter
-                digests[name] = self.of(list(value.values()))
-            elif name not in skipped:
-                digests[name] = self.of(value)
-        return digests
 
     def _remember(self, value: Any, digest: str) -> None:
         self.seen[id(value)] = digest
@@ -173,11 +142,12 @@ class _Digest:
         return self._stored(value)
 
     def _code(self, value: Any) -> Iterator[str]:
-        """Yield the name, or the identity, of a function, class or module and digests of the values that it holds."""
+        """Yield the name of a function, class or module and digests of the values that it holds."""
         self.code.append(value)
-        yield str(id(getattr(value, "__code__", value))) if self.strict else getattr(value, "__qualname__", "")
-        module = None if self.strict else users_module(value)
+        yield getattr(value, "__qualname__", "")
+        module = users_module(value)
         if isinstance(value, types.FunctionType):
+            self.identities.append(id(value.__code__))
             closure = [cell.cell_contents for cell in value.__closure__ or ()]
             yield from map(self.of, (closure, value.__defaults__, value.__kwdefaults__, vars(value)))
             if module == "":
@@ -192,8 +162,13 @@ class _Digest:
                         yield from (name, self.of(getattr(member, "func", member)))
 
     def _module(self, module: nn.Module) -> Iterator[str]:
-        for name, digest in self.attributes(module).items():
-            yield from (name, digest)
+        skipped = OF_EVERY_MODULE | (RNN_ALIASES if isinstance(module, nn.RNNBase) else set())
+        yield from ("class", self.of(type(module)))
+        for name, value in sorted(vars(module).items()):
+            if name in HOOKS:  # keyed by a running number: only the functions matter
+                yield from (name, self.of(list(value.values())))
+            elif name not in skipped:
+                yield from (name, self.of(value))
         yield self.of([dict(module._parameters), dict(module._buffers)])
         for name, child in module._modules.items():
             yield from (name, self.of(child))
@@ -224,14 +199,3 @@ def _constants(source: ast.AST, values: Mapping[str, Any]) -> dict[str, Any]:
         or (isinstance(value, list | dict | set) and name not in changed)
         or (isinstance(value, nn.Module) and next(value.parameters(), None) is None)  # a loss with class weights
     }
-
-
-def _class(module: nn.Module) -> list[int]:
-    """Return the ids of a module's class; a parametrised one has a generated class, derived from it."""
-    classes = type(module).__bases__ if parametrize.is_parametrized(module) else [type(module)]
-    return list(map(id, classes))
-
-
-def _shown(name: str, *values: Any) -> str:
-    plain = all(isinstance(value, bool | int | float | str | None) for value in values)
-    return f"'{name}' ({' and '.join(map(short_repr, values))})" if plain else f"'{name}'"

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from lamina.base.errors import BadInput
 from lamina.objective.batch import Inputs, arguments, outputs_of
 from lamina.objective.dropout import set_streams, stream_layers, with_streams
-from lamina.objective.fingerprint import alike, attributes_digest, module_difference, same_tensors
+from lamina.objective.fingerprint import alike, attributes_digest, same_tensors
 from lamina.objective.functional_dropout import FunctionalDropout
 from lamina.objective.layers import Layers
 from lamina.objective.losses import Loss, as_loss
@@ -79,9 +79,8 @@ class Objective:
             return "their models have different shapes"
         if (self.dtype, self.device) != (other.dtype, other.device):
             return "their models have different types or are on different devices"
-        where = module_difference(self.module, other.module)
-        if where:
-            return f"their models differ in {where}"
+        if not alike(self.module, other.module, weights=False):
+            return "their models differ in their layers or attributes"
         if self.always_evaluated != other.always_evaluated:
             return "their models differ in the layers that stay in evaluation mode"
         if not alike(self.loss, other.loss):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lamina.base.errors import BadInput, LaminaError, nearest
+from lamina.base.errors import BadInput, LaminaError
 from lamina.base.text import listed, plural
 from lamina.data.partitions import Reallocate, label_counts, split_dataset
 from lamina.data.parts import Labels, Parts
@@ -49,7 +49,7 @@ class Report:
     responses: list[Response]
     dealt: list[Dealt]
     targets: list[float]
-    baseline: int  # index of the curve that ratios refer to
+    baseline: int  # index of the curve that ratios refer to: FedAvg, or else the first
     notes: list[str]  # what a reader should know about the runs
 
     @property
@@ -73,7 +73,6 @@ def build(
     folders: Sequence[Path],
     *,
     targets: Sequence[float] = (),
-    baseline: str | None = None,
     title: str | None = None,
     read_data: bool = False,
 ) -> Report:
@@ -82,7 +81,6 @@ def build(
     Args:
         folders: Run folders, or folders that contain run folders, at any depth.
         targets: Values of the first metric to reach on the test data; by default chosen from the accuracies.
-        baseline: The algorithm or curve that ratios refer to; by default FedAvg, or else the first curve.
         title: The heading; by default a description of the data.
         read_data: Read the data of the runs, to show how they were split. Their configurations say which files are
             opened, so the folders must be from somebody you trust.
@@ -98,11 +96,9 @@ def build(
     for run in final:
         rounds = plural(int(run.config["train"]["rounds"]), "round")
         not_finished = f"{len(run.history)} of {rounds}, not finished"
-        state = run.history.collapse() if run.complete else run.diverged or not_finished
+        state = "" if run.complete else run.diverged or not_finished
         if state:
             notes.append(f"{folder_name(run)}: {state}")
-        if lost := run.history.lost_rounds():
-            notes.append(f"{folder_name(run)}: {lost}")
     tuned = responses(runs)
     notes += [response.warning for response in tuned if response.warning]
     data = dict.fromkeys(describe_data(run) for run in final)
@@ -118,19 +114,9 @@ def build(
         tuned,
         dealt,
         sorted(set(targets)) or tables.default_targets(curves),
-        _find_baseline(curves, baseline),
+        next((index for index, curve in enumerate(curves) if curve.records[0].algorithm == "fedavg"), 0),
         notes + missing,
     )
-
-
-def _find_baseline(curves: Sequence[Trial], name: str | None) -> int:
-    for index, curve in enumerate(curves):
-        if (name or "fedavg") in (curve.records[0].algorithm, curve.name):
-            return index
-    if name is None:
-        return 0
-    algorithms = list(dict.fromkeys(curve.records[0].algorithm for curve in curves))
-    raise BadInput(f"no run of the baseline '{name}'{nearest(name, algorithms)} (algorithms: {', '.join(algorithms)})")
 
 
 # --- the partition, recomputed from a run's configuration -------------------------------------------------------------
@@ -168,8 +154,6 @@ def _deal(run: Record) -> Dealt:
     )
     digest = run.config.get("data_digest")
     if digest is not None and not run.on_validation_data and digest != splits_digest(train, test, partition):
-        if train.mask is not None:  # the run's data may include the mask, in the form that its model takes
-            raise BadInput("a report cannot tell whether padded data have changed since the run")
         raise BadInput("the data have changed since the run")
     parts = split_dataset(partition, train, count_clients(experiment), run.seed)
     every_round = "; split again in every round: this is an example" if isinstance(partition, Reallocate) else ""

@@ -21,8 +21,7 @@ from lamina.experiment.trials.trials import Trial
 from lamina.report.build import Report
 from lamina.report.rates import Response, metrics_in
 from lamina.report.tables import MEGABYTES, Unit, metric_of, unit_of_bytes
-from lamina.report.thinning import thinned
-from lamina.training.history import LOST, History, mean
+from lamina.training.history import History, mean
 from lamina.training.metrics import is_metric, is_percent, with_unit
 
 # Okabe & Ito's colours, which colour-blind readers can tell apart; more lines than colours differ in their dashes.
@@ -30,7 +29,7 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7
 DASHES = ("-", "--", ":", "-.")
 LEGEND_INSIDE_UP_TO = 6  # entries; a longer legend would hide the curves
 MOST_RATE_LABELS = 7  # below a figure of this width
-STRETCHES = 500  # of a long curve, whose extremes are drawn
+MOST_ROUNDS_DRAWN = 1000  # of a curve
 FORMATS = ("pdf", "svg", "png")
 MARK = "lamina report"  # in the metadata of a figure, which may then be replaced
 # Without a date, the same figure is the same file.
@@ -83,7 +82,7 @@ TITLES = {
 }
 # Columns that do not measure the quality of a model.
 NOT_DRAWN = {
-    "round", "clients", "steps", "bytes_down", "bytes_up", "paper_bytes", "seconds", "evaluation_seconds", LOST,
+    "round", "clients", "steps", "bytes_down", "bytes_up", "paper_bytes", "seconds", "evaluation_seconds",
 }  # fmt: skip
 
 
@@ -129,7 +128,6 @@ def spent(histories: Sequence[History], axis: str) -> NDArray[np.float64]:
         return by_round(histories, "round")
     columns = ("bytes_down", "bytes_up") if axis == "bytes" else (axis,)
     each: NDArray[np.float64] = np.sum([by_round(histories, column) for column in columns], axis=0)
-    each[by_round(histories, LOST) == 1] = 0.0  # the sum continues after a round whose metrics were lost
     return np.cumsum(each, axis=1)
 
 
@@ -144,6 +142,14 @@ def mean_of_seen(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return [rounds]: the mean over the seeds that have a value; NaN, without a warning, where none has."""
     means: NDArray[np.float64] = np.ma.masked_invalid(values).mean(axis=0).filled(np.nan)
     return means
+
+
+def thinned(rounds: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Return at most `MOST_ROUNDS_DRAWN` of some rounds, evenly spaced, with the first and the last."""
+    if len(rounds) <= MOST_ROUNDS_DRAWN:
+        return rounds
+    kept: NDArray[np.intp] = rounds[np.linspace(0, len(rounds) - 1, MOST_ROUNDS_DRAWN).astype(int)]
+    return kept
 
 
 def draw(axes: Axes, lines: Iterable[tuple[str, Sequence[History]]], metric: Metric, axis: str, unit: Unit) -> None:
@@ -165,17 +171,15 @@ def draw_line(
     Every round is averaged over the seeds that reached it: one that diverged does not cut the others short.
     """
     values = by_round(histories, metric.column) * (100 if metric.percent else 1)
-    drawn = ~np.isnan(values).all(axis=0)  # rounds that some seed reached and evaluated
-    if not drawn.any():  # every seed diverged at once: only the table names them
+    drawn = thinned(np.flatnonzero(~np.isnan(values).all(axis=0)))  # rounds that some seed reached and evaluated
+    if not len(drawn):  # every seed diverged at once: only the table names them
         return
     seen, x = values[:, drawn], mean_spent(histories, axis)[drawn] / unit
-    marker = "o" if drawn.sum() == 1 else ""  # a line of one point is invisible
+    marker = "o" if len(drawn) == 1 else ""  # a line of one point is invisible
     style = look(index)
-    lines = np.stack([np.nanmin(seen, axis=0), np.nanmax(seen, axis=0), mean_of_seen(seen)])
-    kept = thinned(lines, STRETCHES)
-    low, high, middle = lines[:, kept]
-    axes.fill_between(x[kept], low, high, color=style["color"], alpha=0.15, linewidth=0)
-    axes.plot(x[kept], middle, linewidth=1.8, label=label, marker=marker, **style)
+    low, high = np.nanmin(seen, axis=0), np.nanmax(seen, axis=0)
+    axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    axes.plot(x, mean_of_seen(seen), linewidth=1.8, label=label, marker=marker, **style)
 
 
 # --- whole figures -----------------------------------------------------------------------------------------------

@@ -19,14 +19,12 @@ from lamina.base.text import html_table as plain_table
 from lamina.base.text import plural
 from lamina.experiment.trials.trials import Trial
 from lamina.report.build import Report
-from lamina.report.figures import axis_title, by_round, mean_spent, metrics_of, spent
+from lamina.report.figures import MOST_ROUNDS_DRAWN, axis_title, by_round, mean_spent, metrics_of, spent, thinned
 from lamina.report.tables import Table, metric_of, unit_of_bytes
-from lamina.report.thinning import extremes, thinned
 from lamina.training.history import History
 from lamina.training.metrics import is_percent, smaller_is_better, with_unit
 
 GENERATOR = '<meta name="generator" content="lamina report">'  # marks a page as ours, which may be replaced
-MOST_ROUNDS_DRAWN = 500  # of a curve; longer ones are thinned, so that the page stays small
 
 
 def html(report: Report) -> str:
@@ -112,8 +110,10 @@ def _curve(curve: Trial, columns: Sequence[str], report: Report) -> dict[str, An
     if not histories:
         return {**summary, "seeds": [], "rounds": [], "columns": {}, "bytes": [], "seconds": [], "mean": {}}
     in_all = max(len(history) for history in histories)
-    is_long = in_all > MOST_ROUNDS_DRAWN
-    kept = _drawn_rounds(curve, histories, columns, report) if is_long else np.arange(in_all)
+    kept = np.arange(in_all)
+    if in_all > MOST_ROUNDS_DRAWN:  # the page stays small
+        evaluated = np.flatnonzero(~np.isnan(by_round(histories, metric_of([curve]))).all(axis=0))
+        kept = thinned(evaluated if len(evaluated) else kept)
     return {
         **summary,
         "seeds": [run.seed for run in curve.records if len(run.history)],
@@ -124,24 +124,6 @@ def _curve(curve: Trial, columns: Sequence[str], report: Report) -> dict[str, An
         "seconds": [_numbers(row) for row in spent(histories, "seconds")[:, kept]],
         "mean": {axis: _numbers(mean_spent(histories, axis)[kept]) for axis in ("bytes", "seconds")},
     }
-
-
-def _drawn_rounds(
-    curve: Trial, histories: Sequence[History], columns: Sequence[str], report: Report
-) -> NDArray[np.intp]:
-    """Return which rounds of a long run are drawn, counted from 0.
-
-    They are those with peaks of the metric, the extremes of the other columns, and the first to reach a target.
-    """
-    judged = by_round(histories, metric_of([curve]))
-    band = np.stack([np.fmin.reduce(judged), np.fmax.reduce(judged)])
-    kept = set(thinned(band, MOST_ROUNDS_DRAWN // 4).tolist())
-    for column in columns:
-        kept |= {place for row in by_round(histories, column) for place in extremes(row)}
-    for target in report.targets:
-        rounds = (history.rounds_to(target, report.metric, optional=True) for history in histories)
-        kept |= {number - 1 for number in rounds if number is not None}
-    return np.array(sorted(kept), np.intp)
 
 
 def _steps(history: History, metric: str) -> list[list[float]]:

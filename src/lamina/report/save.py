@@ -7,7 +7,7 @@ from pathlib import Path
 from lamina.experiment.runs.outputs import refuse_in_run_folder, write_output
 from lamina.report import figures, page
 from lamina.report.build import Report
-from lamina.report.tables import to_csv, to_latex
+from lamina.report.tables import to_csv
 from lamina.storage.files import writing_to
 
 
@@ -19,7 +19,7 @@ def save_page(report: Report, path: Path) -> None:
 
 
 def save_files(report: Report, folder: Path) -> list[Path]:
-    """Write every figure as PDF, SVG and PNG, every table as CSV and LaTeX; return the files.
+    """Write every figure as PDF, SVG and PNG, every table as CSV; return the files.
 
     Of existing files, only earlier figures and tables may be replaced.
     """
@@ -34,9 +34,8 @@ def save_files(report: Report, folder: Path) -> list[Path]:
         write_output(files[-1], data, is_ours=is_ours, kind=f"{kind} of a report", option="--figures")
 
     for table in report.tables():
-        for ending, text in (("csv", to_csv(table)), ("tex", to_latex(table))):
-            first = text.partition("," if ending == "csv" else "\n")[0]  # the same in every such table
-            write(f"{table.name}.{ending}", text.encode(), "table", first)
+        text = to_csv(table)
+        write(f"{table.name}.csv", text.encode(), "table", text.partition(",")[0])
     for name, figure in figures.report_figures(report):
         for ending in figures.FORMATS:
             write(f"{name}.{ending}", figures.image_of(figure, ending), "figure", figures.MARK)

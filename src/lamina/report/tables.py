@@ -1,16 +1,15 @@
-"""Compute the numbers of a report and write them as tables: as text, as CSV for programs, as LaTeX for papers."""
+"""Compute the numbers of a report and write them as tables: as text, and as CSV for programs."""
 
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from typing import NamedTuple
 
 from lamina.base.errors import is_number
-from lamina.base.text import csv_text, html_table, plural, printable, text_table
+from lamina.base.text import csv_text, html_table, plural, text_table
 from lamina.experiment.runs.records import flatten
 from lamina.experiment.trials.settings import short_names, shown, shown_name
 from lamina.experiment.trials.trials import Trial
@@ -305,27 +304,9 @@ def _compare_settings(every: list[dict[str, object]]) -> tuple[list[str], list[l
     return keys, [[key, text(value)] for key, value in every[0].items() if key not in keys] if every else []
 
 
-# --- tables as CSV and LaTeX; page.js does the same for the tables on the page ----------------------------------------
+# --- tables as CSV; page.js does the same for the tables on the page -------------------------------------------------
 
 WORDS = {NEVER: "inf", NONE: ""}  # in CSV
-_NUMBER = re.compile(r"[-+]?[\d.]+%?|\d+/\d+|[∞–]|[-+]?[\d.]+ ± [\d.]+")
-_LATEX = str.maketrans(
-    {character: f"\\{character}" for character in "{}$&#%_"}
-    | {
-        "\\": r"\textbackslash{}",
-        "^": r"\textasciicircum{}",
-        "~": r"\textasciitilde{}",
-        "<": r"\textless{}",
-        ">": r"\textgreater{}",
-        "|": r"\textbar{}",
-        '"': r"\textquotedbl{}",
-        "±": r"$\pm$",
-        "∞": r"$\infty$",
-        "×": r"$\times$",
-        "–": "--",
-        "\n": " ",
-    }
-)
 
 
 def to_csv(table: Table) -> str:
@@ -341,32 +322,3 @@ def to_csv(table: Table) -> str:
             cells += cell.partition(SPREAD)[::2] if two else [cell]
         rows.append([WORDS.get(cell, cell) for cell in cells])
     return csv_text([head, *rows])
-
-
-def to_latex(table: Table) -> str:
-    """Return a booktabs table; a rule separates the groups of rows that share their first cell, if there are groups."""
-    columns = list(zip(*table.rows, strict=True)) if table.rows else [()] * len(table.head)
-    numeric = [bool(cells) and all(_NUMBER.fullmatch(cell) for cell in cells) for cells in columns]
-    firsts = [row[0] for row in table.rows]
-    grouped = len(set(firsts)) < len(firsts)
-    lines = [
-        r"% needs \usepackage{booktabs} and \usepackage[T1]{fontenc}",
-        rf"\begin{{tabular}}{{{''.join('r' if number else 'l' for number in numeric)}}}",
-        r"\toprule",
-        " & ".join(latex_escape(heading) for heading in table.head) + r" \\",
-        r"\midrule",
-    ]
-    for i, row in enumerate(table.rows):
-        if grouped and i and firsts[i] != firsts[i - 1]:
-            lines.append(r"\midrule")
-        lines.append(" & ".join(latex_escape(cell) for cell in row) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
-
-
-def latex_escape(text: str) -> str:
-    r"""Return text that LaTeX prints unchanged.
-
-    >>> print(latex_escape("50% of a_b & {c} ± 1"))
-    50\% of a\_b \& \{c\} $\pm$ 1
-    """
-    return printable(text, lines=True).translate(_LATEX)

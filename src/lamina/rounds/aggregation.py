@@ -2,8 +2,8 @@
 
 An aggregation is a frozen record with one pure function, `combine`, from stacked vectors ``[clients, ...]`` and weights
 ``[clients]`` that sum to one to a single vector. Every engine applies it to each field of the uploads and to each
-floating buffer on its own. All of them return values between the smallest and the largest of each coordinate (clipping:
-between those and zero), so a second moment stays non-negative.
+floating buffer on its own. All of them return values between the smallest and the largest of each coordinate, so a
+second moment stays non-negative.
 """
 
 from __future__ import annotations
@@ -73,25 +73,6 @@ class TrimmedMean:
 
 
 @dataclass(frozen=True)
-class NormClipping:
-    """The weighted mean of vectors that are scaled down to a largest norm (Sun et al. 2019).
-
-    Args:
-        norm: the largest norm of a client's field; None: the weighted median of the clients' norms, field by field.
-    """
-
-    norm: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.norm is not None:
-            check_number("aggregation 'norm_clipping': norm", self.norm, above=0)
-
-    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted mean of the clipped rows."""
-        return _weighted_sum(_clipped(rows, weights, self.norm), weights)
-
-
-@dataclass(frozen=True)
 class CentredClipping:
     """The mean of vectors that are clipped to a ball around a centre (Karimireddy, He & Jaggi 2021, Algorithm 2).
 
@@ -124,7 +105,6 @@ AGGREGATIONS: dict[str, type[Any]] = {
     "mean": Mean,
     "median": Median,
     "trimmed_mean": TrimmedMean,
-    "norm_clipping": NormClipping,
     "centred_clipping": CentredClipping,
 }
 

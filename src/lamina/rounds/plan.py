@@ -14,14 +14,12 @@ import numpy as np
 
 from lamina.base import rng
 from lamina.base.errors import BadInput
-from lamina.base.limits import check_memory
 from lamina.base.text import plural
 from lamina.data.parts import Indices
 from lamina.rounds.clients import Clients
 from lamina.rounds.settings import TrainSettings
 
 MOST_REDRAWS = 10_000  # draws of a Bernoulli cohort, which may be empty
-PLAN_COPIES = 2.5  # copies of a round's orders and batches in memory while it is planned, as measured
 
 
 @dataclass(frozen=True)
@@ -112,13 +110,6 @@ class Plan:
         per_epoch, steps = self.protocol.steps_per_epoch(sizes), self.protocol.steps(sizes)  # [C] each
         most_steps = int(steps.max())  # K
         passes = int((-(-steps // per_epoch)).max())  # over a client's samples, the last of them perhaps not complete
-        numbers = len(cohort) * (passes * largest + most_steps * width)
-        check_memory(
-            f"round {number} of {plural(len(cohort), 'client')}, up to {plural(most_steps, 'local step')} of "
-            f"{plural(width, 'sample')},",
-            int(PLAN_COPIES * numbers * np.dtype(np.int64).itemsize),
-            "lower local_steps, epochs or participation",
-        )
 
         # A fresh order of every client's samples for every pass [C, passes, largest]: random keys are sorted. Positions
         # that a smaller client does not have come last, because their keys exceed the 53 bits of the random ones.

@@ -32,7 +32,7 @@ from lamina.base.errors import BadInput
 from lamina.engines.state import State
 from lamina.rounds.ledger import Ledger
 from lamina.storage.files import writing_to
-from lamina.storage.identity import ACCEPT, REMOVED, Identity, code_changes, differences
+from lamina.storage.identity import ACCEPT, Identity, code_changes, differences
 
 FORMAT = 3
 log = logging.getLogger(__name__)
@@ -173,15 +173,16 @@ class Checkpoints:
                 f"{path} has format {content['format']}; this version of lamina reads {FORMAT}: "
                 "resume with the version that wrote it, or start again in another folder"
             )
-        stored, own = content["identity"] or {}, self.identity or {}
+        stored = content["identity"] or {}
+        own = self.identity or stored
         # a federation's server does not know the data
-        known = {key: value for key, value in stored.items() if key in own or key in REMOVED}
+        known = {key: value for key, value in stored.items() if key in own or key.startswith("algorithm.")}
         if differing := differences(known, {key: own[key] for key in known if key in own}):
             raise BadInput(
                 f"the checkpoint of round {number} in '{self.folder}' is of another run: {differing}; use the settings "
                 "it was written with, or another folder"
             )
-        changes = code_changes(stored, own) if stored and own else ""
+        changes = code_changes(stored, own) if stored else ""
         if changes and not self._accept_changed_code:
             raise BadInput(
                 f"cannot resume from the checkpoint of round {number} in '{self.folder}': {changes}; {ACCEPT}, or "

@@ -50,13 +50,6 @@ DIGESTS_IN_WORDS = {  # of a checkpoint's identity, then of a run's config.json
 }
 ACCEPT = "resume anyway with --set run.accept_changed_code=true (accept_changed_code=True)"
 
-REMOVED = {  # options of lamina 0.1 at their defaults: a run that stored these values is resumed
-    "algorithm.bias_correction": False,
-    "algorithm.lazy": "restart",
-    "algorithm.decay_on": "all",
-    "algorithm.trust_ratio": True,
-}
-
 _data_digests: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()  # the runs of a comparison share their data
 
 
@@ -99,8 +92,6 @@ def differences(stored: Identity, own: Identity) -> str:
     renamed = tuple(key.removesuffix("name") for key in stored if key.endswith(".name") and stored[key] != own.get(key))
     lines = []
     for key in {**stored, **own}:
-        if key not in own and key in REMOVED and stored[key] == REMOVED[key]:
-            continue
         values = [stored.get(key), own.get(key)]
         if key == "code" or values[0] == values[1] or (key.startswith(renamed) and not key.endswith(".name")):
             continue
@@ -112,10 +103,7 @@ def differences(stored: Identity, own: Identity) -> str:
 
 def code_changes(stored: Identity, own: Identity) -> str:
     """Return which files of the user's have changed, in a line; empty if none has."""
-    before, now = stored.get("code"), own.get("code") or {}
-    if before is None:  # an earlier version stored digests of bytecode
-        why = "because an earlier version of lamina stored its digest in another form"
-        return f"it is not known whether {listed(list(now))} changed, {why}" if now else ""
+    before, now = stored.get("code") or {}, own.get("code") or {}
     files = [file for file in sorted({**before, **now}) if before.get(file) != now.get(file)]
     words = ("is new" if file not in before else "changed" if file in now else "is no longer used" for file in files)
     return listed([f"{file} {what}" for file, what in zip(files, words, strict=True)])

@@ -15,19 +15,9 @@ from numpy.typing import NDArray
 from lamina.base.columns import Columns
 from lamina.base.columns import Row as Row
 from lamina.base.errors import BadInput, missing_extra, nearest
-from lamina.base.text import html_table, plural
-from lamina.training.metrics import DIAGNOSTICS, is_metric, smaller_is_better
+from lamina.base.text import html_table
+from lamina.training.metrics import is_metric, smaller_is_better
 
-# What to do about a column that a run records only under some condition, by the start of its name.
-REMEDIES = {
-    "client_": "pass client_metrics=True, or local_test=0.2",
-    "heldout_": "pass heldout_clients=0.2",
-    "trust_ratio": "pass trust_ratios=True and use a layer-wise method",
-    "node_": "evaluate on the nodes: Federation(evaluate_on='nodes')",
-    "accuracy": "accuracy needs class labels, one output per class (or one logit for two classes), and a loss that is "
-    "not 'mse'; use 'loss'",
-}
-LOST = "lost"  # the column, 1 in every round whose metrics were lost and could not be rebuilt
 LONGEST_SHOWN, SHOWN_AT_ENDS = 30, 5  # rows of a history that is printed
 NOT_EVALUATED = "none of these rounds was evaluated; pass test data (test=...) and see evaluate_every"
 
@@ -173,55 +163,20 @@ class History(Sequence[Row]):
         values = self.array(name, optional=optional)
         return values[~np.isnan(values)]
 
-    def collapse(self) -> str:
-        """Return a warning if the run ended far worse than its best round, as with too large a rate; empty otherwise.
-
-        Noise does not count: all of the last values of `metric` (a tenth of them, but at least 5) must have lost more
-        than half of the gain over the first value, and more than a third of the best one.
-        """
-        name = self.metric
-        values = self.array(name, optional=True)
-        evaluated = np.flatnonzero(~np.isnan(values))
-        recent = max(5, len(evaluated) // 10)
-        if len(evaluated) < 2 * recent:
-            return ""
-        ranks = values[evaluated] * (-1 if smaller_is_better(name) else 1)
-        best = float(ranks.max())
-        if best - float(ranks[-recent:].max()) <= max((best - float(ranks[0])) / 2, abs(best) / 3):
-            return ""
-        place, last = evaluated[ranks.argmax()], evaluated[-1]
-        return (
-            f"the last {name}, {values[last]:.4g}, is far worse than the best, {values[place]:.4g} in round "
-            f"{self.rows[int(place)]['round']}: lower the learning rate or train fewer rounds"
-        )
-
-    def lost_rounds(self) -> str:
-        """Return a remark if the metrics of some rounds were lost; empty otherwise."""
-        lost = int(self.total(LOST, optional=True))
-        return f"the metrics of {plural(lost, 'round')} were lost: sums of bytes and seconds lack them" if lost else ""
-
     def _no_column(self, name: str) -> BadInput:
-        """Build the error for a column that no row has: what to do, or the nearest name."""
+        """Build the error for a column that no row has."""
         columns = self.columns
-        remedy = next((words for start, words in REMEDIES.items() if name.startswith(start)), "")
-        remedy = next((f"pass diagnostics=['{one}']" for one, names in DIAGNOSTICS.items() if name in names), remedy)
         if is_metric(name) and "loss" not in columns:
-            remedy = NOT_EVALUATED
-        if remedy:
-            return BadInput(f"the history has no column '{name}': {remedy}")
+            return BadInput(f"the history has no column '{name}': {NOT_EVALUATED}")
         names = dict.fromkeys("trust_ratio/…" if column.startswith("trust_ratio/") else column for column in columns)
         return BadInput(f"the history has no column '{name}'{nearest(name, columns)} (columns: {', '.join(names)})")
 
     def to_csv(self, path: str | Path) -> None:
         """Write the table as CSV."""
-        try:
-            with Path(path).open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, self.columns)
-                writer.writeheader()
-                writer.writerows(self.rows)
-        except (OSError, TypeError, ValueError) as error:  # ValueError: a path with a NUL
-            reason = getattr(error, "strerror", None) or error
-            raise BadInput(f"cannot write the history to {str(path)!r}: {reason}") from error
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self.columns)
+            writer.writeheader()
+            writer.writerows(self.rows)
 
     def to_pandas(self) -> Any:
         """Return the table as a pandas DataFrame."""

@@ -9,7 +9,6 @@ from torch import nn
 
 from lamina import algorithms, models
 from lamina.algorithms.contract import Algorithm
-from lamina.algorithms.rehearsal import rehearse
 from lamina.base import rng
 from lamina.base.errors import BadInput, short_repr
 from lamina.data.dataset import Dataset, as_dataset
@@ -21,15 +20,13 @@ from lamina.training.preflight.targets import check_alike
 
 
 def as_algorithm(algorithm: Any) -> Algorithm:
-    """Return an algorithm, given as an object or by name; refuse one that breaks the contract."""
+    """Return an algorithm, given as an object or by name."""
     if not isinstance(algorithm, str | Algorithm):
         given = f"the class {algorithm.__name__}" if isinstance(algorithm, type) else repr(algorithm)
         raise BadInput(f"algorithm is {given}: give a name or an instance such as lamina.FedLamb()")
     if isinstance(algorithm, Algorithm) and not hasattr(algorithm, "card"):
         raise BadInput(f"the class {type(algorithm).__name__} has no card: decorate it with @lamina.algorithm(...)")
-    created = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
-    rehearse(created)  # one round of a tiny model
-    return created
+    return algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
 
 
 def as_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None]:

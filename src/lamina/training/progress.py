@@ -14,8 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lamina.base.text import printable
 from lamina.training.history import History, Row
 
-MIN_SILENCE_S, MAX_SILENCE_S = 10, 60  # between two lines of a log
-LINES_PER_RUN = 10  # of a log
+LINE_INTERVAL_S = 30  # between two lines of a log
 NOTEBOOK_REFRESH_S = 0.2
 
 
@@ -109,10 +108,7 @@ def python_bars(names: Iterable[str], progress: bool | None, **options: Any) -> 
 
 
 class IntervalLines:
-    """Write a line every minute, and at every tenth of the rounds, where there is no terminal to draw a bar on.
-
-    A run of a few seconds writes none.
-    """
+    """Write a line every half minute where there is no terminal to draw a bar on."""
 
     def __init__(self, name: str, rounds: int, completed: int, write: Callable[[str], None]) -> None:
         self._name, self._rounds, self._write = name, rounds, write
@@ -122,8 +118,7 @@ class IntervalLines:
     def round_finished(self, row: Row) -> None:
         """Write a line if one is due after this round."""
         number, now = int(row["round"]), time.monotonic()
-        before, after = (r * LINES_PER_RUN // self._rounds for r in (number - 1, number))
-        if now - self._last < (MAX_SILENCE_S if before == after else MIN_SILENCE_S):
+        if now - self._last < LINE_INTERVAL_S:
             return
         self._last = now
         left = (now - self._started) / (number - self._first) * (self._rounds - number)

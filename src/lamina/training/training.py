@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lamina.algorithms.contract import Algorithm
-from lamina.algorithms.rehearsal import rehearse_on
+from lamina.algorithms.rehearsal import is_user_defined, rehearse
 from lamina.base import rng
 from lamina.base.errors import BadInput, unknown
 from lamina.base.limits import check_count
@@ -82,7 +82,6 @@ class Training:
 
     Args:
         metrics: the primary one first; None: the accuracy, where there is one, else the loss.
-        lender: a similar run that lends its engine.
     """
 
     def __init__(
@@ -100,7 +99,6 @@ class Training:
         heldout_clients: Heldout | None,
         local_test: float | None,
         metrics: Sequence[Metric] | None,
-        lender: Training | None = None,
     ) -> None:
         # what trains, by which settings, where
         self.algorithm, self.protocol, self.options, self.device = algorithm, protocol, options, device
@@ -111,7 +109,8 @@ class Training:
         self.objective = Objective(module.to(device), protocol.loss)
         check_model(self.objective)
         self.objective.refuse_rate(protocol.lr)  # one that is infinite in the model's type
-        rehearse_on(self.objective.layers, algorithm, device)
+        if is_user_defined(algorithm):
+            rehearse(algorithm, self.objective.layers, device)
         if self.objective.frozen:
             log.info("the model %s", self.objective.frozen_note())
 
@@ -124,20 +123,19 @@ class Training:
         self.reserved = reserve(dealt, heldout_clients, local_test, protocol.seed)
         self.plan = Plan(self.reserved.training, protocol)  # makes a `RoundPlan` for each round
 
-        # the evaluation and the engine; a similar run lends the engine it has chosen, compiled and measured
+        # the evaluation and the engine
         if options.deterministic:  # cuBLAS reads it when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         with rng.forked(device, seed=0):  # the module runs, and may draw random numbers itself
             dry_run = check_run(algorithm, self.objective, self.train_data, self.test_data, self.plan, metrics)
             self.metrics = (LOSS if dry_run.batch.hits is None else ACCURACY,) if metrics is None else tuple(metrics)
             self.evaluation = Evaluation(metrics, self.test_data, self._client_samples(options.client_metrics, metrics))
-            if lender is None or not lender.plan.same_rounds(self.plan):
-                self.plan.round(1)  # so that an impossible plan is refused here, not in round 1
+            self.plan.round(1)  # so that an impossible plan is refused here, not in round 1
             self.engine: Engine = choose_engine(
                 options.engine,
                 self.precision,
-                lender.engine if lender is not None and lender.precision == self.precision else None,
                 is_random=dry_run.is_random,
+                cohort=max(1, round(protocol.participation * self.plan.clients.count)),
                 algorithm=algorithm,
                 objective=self.objective,
                 data=self.train_data,

@@ -1,18 +1,16 @@
 """Data of the user's own in files: one test of every format, and damaged files, which are told in one line."""
 
 import gzip
-import json
 import sys
-import types
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
 
-from data_setup import FakeHubSplit, one_line, pictures
+from data_setup import one_line, pictures
 from lamina.base.errors import BadInput, MissingExtra
-from lamina.data import Dataset, load
+from lamina.data import Dataset, as_dataset, load
 from lamina.data.readers.own import as_splits
 
 ROWS = """age,weight,colour,clinic,part,grade
@@ -145,13 +143,6 @@ def test_test_data_need_the_columns_of_the_training_data(folder):
     assert "?" not in refused.value.without_data  # which a federation's server may read
 
 
-def test_a_category_with_a_value_for_almost_every_row_is_logged(folder, caplog):
-    days = "\n".join(f"2024-01-{day},{day % 2},{day}" for day in range(1, 31))
-    (folder / "days.csv").write_text(f"day,x,y\n{days}\n")
-    load("table", path="days.csv", label="x", categorical=["day"])
-    assert "column 'day' has 24 different values for 30 rows" in caplog.text
-
-
 # --- images ----------------------------------------------------------------------------------------------------------
 
 
@@ -168,7 +159,6 @@ def test_a_folder_of_pictures_per_class(folder, caplog):
     (folder / "pets" / "train" / "dog" / "notes.txt").write_text("good dogs")
     train, test = load("images", path="pets")
     assert "pets/train/dog/notes.txt" in caplog.text
-    assert "pets: no test pictures of cat" in caplog.text
     assert (tuple(train.x.shape), train.x.dtype) == ((3, 3, 3, 4), torch.uint8)  # colour, because one picture has it
     assert (train.y.tolist(), test.y.tolist(), train.class_names) == ([0, 1, 1], [1], ("cat", "dog"))
     parts = load("images", path="pets/train", test=0.34, size=[6, 5])
@@ -198,51 +188,6 @@ def test_damaged_pictures(folder):
     assert "the class 'cow' appears only in the test data" in refusal("images", **options)
 
 
-# --- LEAF ------------------------------------------------------------------------------------------------------------
-
-
-def leaf_file(**users):
-    data = {user: {"x": [[0.5 * label, 1.0] for label in labels], "y": labels} for user, labels in users.items()}
-    return {"users": list(users), "num_samples": [len(labels) for labels in users.values()], "user_data": data}
-
-
-def test_leaf_users_are_clients(folder, caplog):
-    for part in ("train", "test"):
-        (folder / "leaf" / part).mkdir(parents=True)
-    (folder / "leaf" / "train" / "a.json").write_text(json.dumps(leaf_file(ann=[0, 1], bob=[2])))
-    (folder / "leaf" / "train" / "b.json").write_text(json.dumps(leaf_file(cid=[0], dan=[])))
-    (folder / "leaf" / "test" / "a.json").write_text(json.dumps(leaf_file(ann=[1])))
-    train, test = load("leaf", path="leaf", shape=[1, 1, 2])
-    assert train.columns["user"].tolist() == ["ann", "ann", "bob", "cid"]
-    assert (tuple(train.x.shape), train.y.tolist(), test.y.tolist()) == ((4, 1, 1, 2), [0, 1, 2, 0], [1])
-    assert "train: users without samples, which are ignored: dan" in caplog.text
-    assert "does not fit samples of shape [2]" in refusal("leaf", path="leaf", shape=[3])
-    assert "take data.test out" in refusal("leaf", path="leaf", test=0.5)
-    (folder / "leaf" / "all.json").write_text(json.dumps(leaf_file(ann=[0, 1] * 5)))
-    assert len(load("leaf", path="leaf/all.json", test=0.4).test) == 4
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("", "not valid JSON"),
-        (json.dumps(leaf_file(ann=[0, 1]))[:-9], "not valid JSON"),
-        ("[]", "lacks the table 'user_data'"),
-        (json.dumps({"user_data": {"ann": {"x": [[1]]}}}), "user 'ann' lacks the list 'x' or 'y'"),
-        (json.dumps({"user_data": {"ann": []}}), "user 'ann' lacks the list 'x' or 'y'"),
-        (json.dumps({"user_data": {"ann": {"x": [[1]], "y": []}}}), "1 sample and 0 labels"),
-        (json.dumps({"user_data": {"ann": {"x": [[1], [1, 2]], "y": [0, 1]}}}), "x have different lengths"),
-        (json.dumps({"user_data": {"bob": {"x": ["to be", "or not"], "y": [1, 1]}}}), "x is not an array of numbers"),
-        (json.dumps({"user_data": {}}), "holds no samples"),
-        (json.dumps(leaf_file(ann=[0, 0])), "the class '1' appears only in the test data"),
-    ],
-)
-def test_damaged_leaf_files(folder, content, expected):
-    (folder / "a.json").write_text(content)
-    (folder / "b.json").write_text(json.dumps(leaf_file(bob=[1])))
-    assert expected in refusal("leaf", path="a.json", test="b.json")
-
-
 # --- arrays ----------------------------------------------------------------------------------------------------------
 
 
@@ -262,8 +207,8 @@ def test_arrays_for_testing_need_no_clients(folder):
     train, test = load("arrays", path="a.npz", client="site")
     assert (train.columns["site"].tolist(), dict(test.columns)) == (["a", "b", "a"], {})
     message = refusal("arrays", path="a.npz", client="sites")
-    assert "no array 'sites_train' (data.client = 'sites', without _train); did you mean 'site_train'?" in message
-    assert "(arrays: x_train, y_train, site_train, x_test, y_test)" in message
+    assert "a.npz (of its arrays, those with _train): there is no array 'sites'; did you mean 'site'?" in message
+    assert "(arrays: x, y, site)" in message
     np.savez("b.npz", x=x, y=[0, 1, 0])  # the same without a client, in a file of its own
     np.savez("c.npz", x=x, y=[0, 1, 0], site=[1, 2, 1])
     assert load("arrays", path="c.npz", test="b.npz", client="site").train.columns["site"].tolist() == [1, 2, 1]
@@ -282,7 +227,7 @@ def test_safetensors_with_a_held_out_fraction(folder):
 
 def test_damaged_arrays(folder):
     np.savez("a.npz", x=np.zeros((6, 2)), y=[0, 1, 0, 1, 0, 1], short=[1, 2])
-    assert "no array 'label' (data.label)" in refusal("arrays", path="a.npz", label="label")
+    assert "no array 'label' (arrays: x, y, short)" in refusal("arrays", path="a.npz", label="label")
     assert "'short' has 2 rows, and 'x' has 6" in refusal("arrays", path="a.npz", client="short")
     whole = (folder / "a.npz").read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], b"no zip"):
@@ -295,7 +240,9 @@ def test_damaged_arrays(folder):
     np.savez("e.npz", x=np.zeros((1, 2)), y=[5])
     assert "the class '5' appears only in the test data" in refusal("arrays", path="a.npz", test="e.npz")
     np.savez("f.npz", x=np.zeros((1, 3)), y=[1])
-    assert "give all of them one shape" in refusal("arrays", path="a.npz", test="f.npz")
+    assert "are [2] float64 in the training data and [3] float64" in refusal("arrays", path="a.npz", test="f.npz")
+    np.savez("f.npz", x=np.zeros((1, 2), np.uint8), y=[1])  # bytes of images beside floats
+    assert "are [2] float64 in the training data and [2] uint8" in refusal("arrays", path="a.npz", test="f.npz")
     (folder / "g.safetensors").write_bytes(b"12345678")
     assert "is not a readable .safetensors file" in refusal("arrays", path="g.safetensors")
     (folder / "h.pt").write_bytes(b"")
@@ -318,22 +265,7 @@ def test_arrays_with_several_targets_a_sample(folder):
     assert load("arrays", path="labels.npz").train.y[0].tolist() == [0, 1, 1]
 
 
-def test_tokens_in_leafs_format(folder):
-    users = {name: {"x": [[5], [7, 1, 3], [2, 9]], "y": [[0], [1, 0, 1], [1, 1]]} for name in ("a", "b")}
-    (folder / "users.json").write_text(json.dumps({"users": ["a", "b"], "user_data": users}))
-    train, test = load("leaf", path="users.json", tokens=True, test=0.5)
-    whole = {
-        tuple(x): tuple(y) for part in (train, test) for x, y in zip(part.x.tolist(), part.y.tolist(), strict=True)
-    }
-    assert whole == {(5, 0, 0): (0, -100, -100), (7, 1, 3): (1, 0, 1), (2, 9, 0): (1, 1, -100)}
-    assert (train.mask == (train.x > 0)).all()
-    assert "token ids need data.tokens = true" in refusal("leaf", path="users.json")
-
-
-def test_a_missing_label_is_no_class_of_its_own(folder):
-    users = {"a": {"x": [[1.0]] * 5, "y": ["u", "v", None, "u", "v"]}}
-    (folder / "users.json").write_text(json.dumps({"users": ["a"], "user_data": users}))
-    assert "users.json: sample 2 has no label" in refusal("leaf", path="users.json")
+def test_a_missing_label_is_no_class_of_its_own():
     for y in (["u", float("nan"), "v"], ["u", None, "v"]):
         with pytest.raises(BadInput, match="sample 1 has no label"):
             Dataset(np.zeros((3, 2)), y)
@@ -341,133 +273,20 @@ def test_a_missing_label_is_no_class_of_its_own(folder):
         as_splits("m:f", ((np.zeros((2, 1)), np.array(["u", np.nan], object)), (np.zeros((1, 1)), ["u"])))
 
 
-# --- the hub ---------------------------------------------------------------------------------------------------------
+# --- packages ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fake_datasets(monkeypatch):
-    """An installed `datasets` whose hub and folders hold what the test puts there, by name."""
-    stored = {}
-
-    def load_dataset(name, *subset):
-        if name not in stored:
-            raise FileNotFoundError(f"no data set {name}\nmore")
-        return stored[name]
-
-    functions = types.SimpleNamespace(load_dataset=load_dataset, load_from_disk=lambda path: load_dataset(path))
-    monkeypatch.setitem(sys.modules, "datasets", functions)
-    return stored
-
-
-def test_a_hugging_face_data_set_with_mapped_columns(folder, fake_datasets):
-    pixels = [[0.0, 1.0], [1.0, 0.0], [0.5, 0.5], [0.1, 0.2], [0.3, 0.4]]
-    columns = {"pixels": pixels, "kind": ["cat", "dog", "cat", "dog", "cat"], "site": ["a", "b", "a", "a", "b"]}
-    second = {name: values[1:2] for name, values in columns.items()}
-    fake_datasets["us/pets"] = {"train": FakeHubSplit(columns), "eval": FakeHubSplit(second)}
-    options = {"path": "us/pets", "features": "pixels", "label": "kind", "client": "site"}
-    train, test = load("hub", **options, test="eval")
-    assert (train.y.tolist(), test.y.tolist(), test.class_names) == ([0, 1, 0, 1, 0], [1], ("cat", "dog"))
-    assert (train.x.dtype, train.columns["site"].tolist()) == (torch.float32, ["a", "b", "a", "a", "b"])
-    assert len(load("hub", **options).test) == 1  # no split named test: a fifth is held out
-    assert "no split 'evl'; did you mean 'eval'?" in refusal("hub", **options, test="evl")
-    assert "in every sample; did you mean 'site'?" in refusal("hub", **options | {"client": "sight"})
-    assert "no column 'kin'" in refusal("hub", **options | {"label": "kin"})
-    assert "did not deliver us/cows (no data set us/cows), and there is no such folder here" in refusal(
-        "hub", path="us/cows"
-    )
-    assert "is not a folder that save_to_disk wrote" in refusal("hub", path="./us/cows")
-    assert "hub, which is not asked here" in refusal("hub", path="us/pets", hub=False)
-
-
-def test_tokenised_text_keeps_its_mask(folder, fake_datasets):
-    """All columns that a tokenizer gives are inputs; a language model's padding is no target."""
-    columns = {"input_ids": [[5, 6, 7], [8, 9]] * 2, "attention_mask": [[1, 1, 0], [1, 1]] * 2, "label": [0, 1] * 2}
-    fake_datasets["us/texts"] = {"train": FakeHubSplit(columns), "test": FakeHubSplit(columns)}
-    test = load("hub", path="us/texts").test
-    assert {name: values[:2].tolist() for name, values in test.x.items()} == {
-        "input_ids": [[5, 6, 7], [8, 9, 0]], "attention_mask": [[1, 1, 0], [1, 1, 0]]
-    }  # fmt: skip
-    assert load("hub", path="us/texts", label="input_ids").train.y[:2].tolist() == [[5, 6, -100], [8, 9, -100]]
-    assert load("hub", path="us/texts", features="input_ids").train.x[1].tolist() == [8, 9, 0]
-    assert list(load("hub", path="us/texts", features=["attention_mask", "input_ids"]).train.x) == [
-        "attention_mask", "input_ids"
-    ]  # fmt: skip
-    assert "no column 'ids'" in refusal("hub", path="us/texts", features=["ids"])
-
-
-def test_sequences_of_a_hugging_face_data_set_are_padded(folder, fake_datasets):
-    """To one length in training and test data: inputs with 0, targets with -100; the same column may be both."""
-    tokens, kinds = [[5], [7, 1, 3], [2, 9], [4, 4]], ["cat", "dog", "cat", "dog"]
-    tags = [[0], [1, 0, 1], [1, 1], [0, 0]]
-    parts = {
-        name: FakeHubSplit({"tokens": tokens[rows], "kind": kinds[rows], "tags": tags[rows]})
-        for name, rows in (("train", slice(0, 2)), ("test", slice(2, 4)))
-    }
-    fake_datasets["us/texts"] = parts
-    options = {"path": "us/texts", "features": "tokens"}
-    train, test = load("hub", **options, label="kind")
-    assert (train.x.tolist(), test.x.tolist()) == ([[5, 0, 0], [7, 1, 3]], [[2, 9, 0], [4, 4, 0]])
-    assert (train.mask.sum(1).tolist(), test.mask.sum(1).tolist()) == ([1, 3], [2, 2])
-    assert load("hub", **options, label="tags").train.y.tolist() == [[0, -100, -100], [1, 0, 1]]
-    assert load("hub", **options, label="tokens").test.y.tolist() == [[2, 9, -100], [4, 4, -100]]
-    fake_datasets["us/texts"] = {"train": parts["train"], "test": FakeHubSplit({"tokens": [[1.5]], "kind": ["cat"]})}
-    assert load("hub", **options, label="kind").train.x.dtype == torch.float32
-    fake_datasets["us/texts"]["train"].columns["tokens"] = [[[1.5, 2.5]], [0.5]]
-    assert "not an array of numbers of one shape" in refusal("hub", **options, label="kind")
-
-
-def test_a_saved_hugging_face_data_set(folder, fake_datasets):
-    split = FakeHubSplit({"x": [[0.0], [1.0], [2.0], [3.0], [4.0]], "label": [0, 1, 0, 1, 0]})
-    split.features = {"label": types.SimpleNamespace(num_classes=2, names=["cat", "dog"])}
-    (folder / "saved").mkdir()
-    (folder / "saved" / "state.json").write_text("{}")
-    assert "'saved' is not a readable data set (no data set saved)" in refusal("hub", path="saved")
-    fake_datasets["saved"] = split
-    train, test = load("hub", path="saved", test=0.4, hub=False)
-    assert (len(train), len(test), train.class_names) == (3, 2, ("cat", "dog"))
-
-
-def test_the_installed_datasets_package(folder):
-    """A file that `datasets` reads and saves, with missing values and damage; the hub is not asked."""
+def test_a_function_may_return_splits_of_the_installed_datasets_package():
     datasets = pytest.importorskip("datasets")
-
-    def save(name, rows):
-        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        found = datasets.load_dataset("json", data_files=str(folder / f"{name}.jsonl"), cache_dir=str(folder / "cache"))
-        found["train"].save_to_disk(str(folder / name))
-
-    rows = [{"pixels": [i, 0.5], "kind": ("cat", "dog")[i % 2], "site": "ab"[i // 5]} for i in range(10)]
-    options = {"features": "pixels", "label": "kind", "client": "site"}
-    save("pets", rows)
-    train, test = load("hub", path="pets", **options)
-    assert sorted([*train.x[:, 0].tolist(), *test.x[:, 0].tolist()]) == list(range(10))
-    assert (train.y == train.x[:, 0].long() % 2).all()
-    assert train.class_names == ("cat", "dog")
-    assert train.columns["site"].tolist() == ["ab"[int(value) // 5] for value in train.x[:, 0]]
-    assert "cannot tell the input column among pixels, kind, site; name it with data.features=" in refusal(
-        "hub", path="pets"
-    )
-    for column, message in (
-        ("pixels", "column 'pixels' has no value in sample 3"),
-        ("kind", "column 'kind' has no value in sample 3"),
-        ("site", "has no column 'site' (data.client) with a number or text in every sample"),
-    ):
-        save(f"no_{column}", [*rows[:3], rows[3] | {column: None}, *rows[4:]])
-        assert message in refusal("hub", path=f"no_{column}", **options)
-    save("texts", [row | {"pixels": [i] * (1 + i % 3), "kind": [i % 2] * (1 + i % 3)} for i, row in enumerate(rows)])
-    train, _ = load("hub", path="texts", **options)
-    lengths = 1 + train.x[:, 0] % 3
-    assert train.mask.sum(1).tolist() == (train.x >= 0).logical_and(train.mask).sum(1).tolist() == lengths.tolist()
-    assert ((train.y == -100) == ~train.mask).all()
-    file = next((folder / "pets").glob("*.arrow"))
-    file.write_bytes(file.read_bytes()[:200])
-    assert "'pets' is not a readable data set" in refusal("hub", path="pets", **options)
-
-
-def test_hugging_face_data_without_the_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtra, match=r"pip install -e '\.\[hub\]'"):
-        load("hub", path="us/pets")
+    rows = {"pixels": [[i, 0.5] for i in range(6)], "kind": ["cat", "dog"] * 3, "site": list("aabbab")}
+    whole = datasets.Dataset.from_dict(rows)
+    splits = [as_dataset(part, x="pixels", y="kind") for part in (whole, whole.select([1]))]
+    train, test = as_splits("m:load", splits)
+    assert (train.y.tolist(), test.y.tolist(), test.class_names) == ([0, 1] * 3, [1], ("cat", "dog"))
+    assert train.columns["site"].tolist() == list("aabbab")
+    missing = datasets.Dataset.from_dict(rows | {"kind": ["cat", None] * 3})
+    with pytest.raises(BadInput, match="column 'kind' has no value in sample 1"):
+        as_dataset(missing, x="pixels", y="kind")
 
 
 def test_tables_and_pictures_without_the_packages(folder, monkeypatch):

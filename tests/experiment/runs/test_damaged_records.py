@@ -1,7 +1,6 @@
 """Runs resume with damaged or lost files in their folders."""
 
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -9,12 +8,10 @@ import pytest
 import torch
 
 import lamina
-from helpers import Killed, assert_same, call, rows, said_in_one_line, skip_pictures, words
+from helpers import Killed, assert_same, call, said_in_one_line, skip_pictures, words
 from lamina import BadInput
 from lamina.experiment.runs.folder import RunFolder
-from lamina.experiment.runs.rebuild import rebuild
 from lamina.experiment.runs.records import read_record
-from lamina.report import build, figures, page
 from lamina.storage.checkpoint import Checkpoints
 from small_run import command
 
@@ -123,28 +120,21 @@ def test_a_model_alone_does_not_make_the_folder_free(half, capsys):
 @pytest.mark.parametrize("name", ["half", "whole"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_metrics_do_not_discard_checkpoints(half, capsys, damage, name):
-    """They are refused, rebuilt on request, and the run resumes from the newest checkpoint."""
+    """The run resumes when they are restored."""
     place = half.parent / name
-    shutil.copytree(half.parent / "whole", half.parent / "undisturbed")
-    damage(place / "metrics.jsonl")
+    metrics = place / "metrics.jsonl"
+    sound = metrics.read_bytes()
+    damage(metrics)
     before = contents(place)
     assert call(*command(place, rounds=6)) == 2
     said = said_in_one_line(capsys)
     assert "metrics.jsonl" in said
-    assert f"all checkpoints are of later rounds: rebuild the history with `lamina rebuild {place}`" in said
+    assert "all checkpoints are of later rounds: restore it from a copy, or start again with --overwrite" in said
     assert contents(place) == before
-    assert call("rebuild", place) == 0
-    all_rounds = [1, 2, 3, 4] if name == "half" else [1, 2, 3, 4, 5, 6]
-    lost = {damage_line_1: [1], damage_line_2: [2], delete_line_2: [2]}.get(damage, all_rounds)
-    assert f"the metrics of {len(lost)} of {len(all_rounds)} rounds are lost\n" in capsys.readouterr().out
+    metrics.write_bytes(sound)
     assert call(*command(place, rounds=6)) == 0
     assert capsys.readouterr().err == ""
-    assert read_record(place).complete
-    assert rows(place) == [
-        {"round": row["round"], "lost": 1} if row["round"] in lost else row for row in rows("undisturbed")
-    ]
-    model = (place / "model.safetensors").read_bytes()
-    assert model == Path("undisturbed/model.safetensors").read_bytes()
+    assert_same("whole", place)
 
 
 def test_a_damaged_line_after_a_checkpoint_costs_only_the_rounds_after_it(half, capsys, monkeypatch):
@@ -180,24 +170,13 @@ def small_simulation(**more):
 
 
 @pytest.mark.parametrize("damage", [damage_line_1, Path.unlink])
-def test_a_simulation_with_damaged_metrics_is_refused_until_they_are_rebuilt(tmp_path, damage):
-    def simulation():
-        return small_simulation(out=tmp_path / "r")
-
-    whole = small_simulation()
-    whole.run(6)
-    simulation().run(4)
+def test_a_simulation_with_damaged_metrics_is_refused(tmp_path, damage):
+    small_simulation(out=tmp_path / "r").run(4)
     damage(tmp_path / "r" / "metrics.jsonl")
     before = contents(tmp_path)
-    with pytest.raises(BadInput, match="rebuild the history with `lamina rebuild"):
-        simulation().run(6)
+    with pytest.raises(BadInput, match="all checkpoints are of later rounds"):
+        small_simulation(out=tmp_path / "r").run(6)
     assert contents(tmp_path) == before
-    rebuild(tmp_path / "r")
-    resumed = simulation()
-    history = resumed.run(6)
-    assert torch.equal(resumed.state.server.x, whole.state.server.x)
-    assert history.column("lost", optional=True)[4:] == pytest.approx([math.nan] * 2, nan_ok=True)
-    assert history.column("train_loss")[4:] == whole.history.column("train_loss")[4:]
 
 
 @pytest.mark.parametrize("kind", ["compare", "tune"])
@@ -212,36 +191,11 @@ def test_one_damaged_run_of_several_is_refused_and_the_others_are_kept(here, cap
     before = contents("c")
     capsys.readouterr()
     assert call(*arguments) == 2
-    assert f"lamina rebuild {run.absolute()}" in said_in_one_line(capsys)
+    assert f"{run.absolute()}/metrics.jsonl is missing or damaged after round 0" in said_in_one_line(capsys)
     assert contents("c") == before
-    assert call("rebuild", "c") == 0  # all runs in a folder
-    assert capsys.readouterr().out.count("the history is sound") == len(list(Path("c").rglob("metrics.jsonl"))) - 1
+    shutil.rmtree(run)
     assert call(*arguments) == 0
     assert read_record(run).complete
-
-
-def test_what_cannot_be_rebuilt_is_one_line(half, capsys):
-    (half / "metrics.jsonl").unlink()
-    for path in (half / "checkpoints").glob("round-*"):
-        path.unlink()
-    assert call("rebuild", half) == 2
-    assert "has no checkpoint to rebuild the history from" in said_in_one_line(capsys)
-    shutil.rmtree(half / "checkpoints")
-    assert call("rebuild", half) == 2
-    assert "no run with checkpoints" in said_in_one_line(capsys)
-
-
-def test_lost_rounds_are_named_in_a_report_and_left_out_of_its_sums(half, capsys):
-    damage_line_2(half / "metrics.jsonl")
-    assert call("rebuild", half) == 0
-    report = build.build([half])
-    assert any("the metrics of 1 round were lost" in note for note in report.notes)
-    page.html(report)
-    assert "lost" not in [metric.column for metric in figures.metrics_of(report.curves)]
-    (history,) = report.curves[0].histories
-    sent = figures.spent([history], "bytes")[0]
-    assert sent[1] == sent[0]
-    assert sent[-1] == history.total("bytes_up") + history.total("bytes_down")
 
 
 def test_runs_that_cannot_resume_together_resume_apart(here, monkeypatch):
@@ -298,5 +252,5 @@ def test_damaged_descriptions_are_one_line(half, capsys):
     (half / "config.json").write_text("{")
     assert call(*command(half, rounds=6)) == 2
     said = capsys.readouterr().err
-    assert "holds a config.json that cannot be read" in said
+    assert "holds no config.json of lamina that can be read" in said
     assert said.count("\n") == 1

@@ -405,8 +405,6 @@ DAMAGES = [
     without("algorithm", "name"),
     lambda config: {**config, "train": 5},
     lambda config: {**config, "data": [1]},
-    lambda config: {**config, "run": "x"},
-    lambda config: {**config, "compare": "x"},
     lambda config: {**config, "train": {**config["train"], "rounds": "many"}},
     lambda config: {**config, "train": {**config["train"], "lr": None}},
     lambda config: {**config, "train": {**config["train"], "lr": 10**400}},

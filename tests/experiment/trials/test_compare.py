@@ -200,12 +200,12 @@ def test_another_comparison_is_refused_until_told_to_overwrite(here, whole, caps
     assert "was written by another lamina" in capsys.readouterr().err
 
 
-def test_a_damaged_config_is_named(here, capsys):
+def test_a_damaged_config_is_refused_in_one_line(here, capsys):
     Path("c").mkdir()
     Path("c/config.json").write_text("{")
     assert call(*command("c")) == 2
     said = capsys.readouterr().err
-    assert "holds a config.json that cannot be read" in said
+    assert "holds other files than" in said
     assert said.count("\n") == 1
 
 

@@ -1,6 +1,7 @@
 """Papers' claims: every file that comes with lamina can run, and a claim gets the verdict it deserves."""
 
 import dataclasses
+import gzip
 import json
 import os
 import signal
@@ -262,8 +263,8 @@ def write_mnist(folder, samples):
         files = []
         for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
             head = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
-            (folder / f"{stem}-{kind}-ubyte").write_bytes(head + array.tobytes())
-            files.append(PublishedFile(f"{stem}-{kind}-ubyte", array.shape))
+            (folder / f"{stem}-{kind}-ubyte.gz").write_bytes(gzip.compress(head + array.tobytes()))
+            files.append(PublishedFile(f"{stem}-{kind}-ubyte.gz", array.shape))
         parts.append(tuple(files))
     return parts
 

@@ -358,9 +358,9 @@ def without_a_column(folder):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (not_a_database, "file is not a database; choose another folder with --out (out=…), or start again with"),
+        (not_a_database, "file is not a database; run the same command again to resume"),
         (of_another_optuna, "is no longer compatible with the table schema"),
-        (without_a_column, "no such column: trials.number; choose another folder with --out (out=…), or start again"),
+        (without_a_column, "no such column: trials.number; run the same command again"),
     ],
 )
 def test_a_study_that_cannot_be_read_is_one_line(here, capsys, damage, said):
@@ -385,12 +385,12 @@ def test_a_study_that_is_locked_or_read_only_is_one_line_and_resumes_later(here,
         other.execute("BEGIN IMMEDIATE")
         assert call(*tune("tpe.toml", *two, out="t")) == 2
     said = capsys.readouterr().err
-    assert "study.db': database is locked; finished trials are kept; run the same command again to resume" in said
+    assert "study.db': database is locked; run the same command again" in said
     with monkeypatch.context() as patch:
         patch.setattr(study.Study, "url", f"sqlite:///file:{here}/t/study.db?mode=ro&uri=true")
         assert call(*tune("tpe.toml", *two, out="t")) == 2
     said = capsys.readouterr().err
-    assert "study.db': attempt to write a readonly database; finished trials are kept" in said
+    assert "study.db': attempt to write a readonly database; run the same command again" in said
     assert said.count("\n") == 1
     assert call(*tune("tpe.toml", *two, out="t")) == 0
     assert [state for _, state, _ in trials_in("t")] == ["COMPLETE"] * 2
@@ -402,7 +402,7 @@ def test_a_study_that_may_not_grow_is_one_line_and_resumes_later(here):
     assert finish(tune("tpe.toml", *few, out="t"), largest_file=60_000, errors="said.txt") == 2  # as on a full disk
     said = Path("said.txt").read_text()
     assert "study.db': " in said
-    assert "finished trials are kept" in said
+    assert "run the same command again to resume" in said
     assert said.count("\n") == 1
     assert finish(tune("tpe.toml", *few, out="t")) == 0
     assert [state for _, state, _ in trials_in("t")] == ["COMPLETE"] * 2

@@ -33,6 +33,11 @@ def test_a_federation_that_fails_says_why_in_one_line(tmp_path, monkeypatch):
 REAL = processes.Process
 
 
+WRITES_FILES = (  # as the SuperLink and, a moment later, as a node
+    "import os; open('db', 'w'); os.makedirs('dir', exist_ok=True); print('SuperNode ID: 7', flush=True)"
+)
+
+
 def test_what_processes_write_is_their_owners_alone(tmp_path):
     (tmp_path / "before").touch()
     folder = tmp_path / "fed"
@@ -42,7 +47,7 @@ def test_what_processes_write_is_their_owners_alone(tmp_path):
     federation.register = lambda key: 7
     federation.start_superlink = lambda: federation.processes.launch(
         "superlink",
-        [sys.executable, "-c", "import os; open('db', 'w'); os.mkdir('dir'); print('SuperNode ID: 7', flush=True)"],
+        [sys.executable, "-c", WRITES_FILES],
         "superlink",
     )
     federation.start_node = lambda client: federation.nodes.update({client: federation.start_superlink()})
@@ -53,6 +58,7 @@ def test_what_processes_write_is_their_owners_alone(tmp_path):
         assert mode(federation.keys.signing_key) == 0o600
         (folder / "app" / "written here").touch()
         assert mode(folder / "app" / "written here") == 0o600
+    assert not federation.keys.signing_key.exists()
     (tmp_path / "after").touch()
     assert mode(tmp_path / "after") == mode(tmp_path / "before")
 
@@ -68,12 +74,14 @@ def test_nodes_get_the_key_that_tasks_are_verified_with(tmp_path, monkeypatch):
 
 def test_a_federation_is_run_by_one_command_at_a_time(tmp_path):
     first = local.Lock(keys.private_folder(tmp_path / "fed"))
+    (tmp_path / "fed" / "keys").mkdir()
     with pytest.raises(BadInput, match="is writing to the folder"), local.LocalFederation(tmp_path / "fed", 1):
         pytest.fail("started")
+    assert (tmp_path / "fed" / "keys").exists()  # the other command's
     first.release()
 
 
-def test_a_follower_and_a_node_that_ended_are_forgotten(tmp_path, monkeypatch):
+def test_a_run_is_over_when_the_superlink_says_so(tmp_path, monkeypatch):
     federation = local.LocalFederation(tmp_path / "fed", 1)
     (federation.folder / "logs").mkdir(parents=True)
     status = {"status": "finished:completed"}
@@ -81,13 +89,10 @@ def test_a_follower_and_a_node_that_ended_are_forgotten(tmp_path, monkeypatch):
     monkeypatch.setattr(federation.processes, "launch", lambda name, command, home: launch(name, ends, home))
     monkeypatch.setattr(federation, "status", lambda run: status)
     assert federation.wait(7, every=0.01) == status
-    assert federation.processes.running == []
-    first = federation.start_node(0)
-    wait_until(lambda: first.ended == 0)
-    federation.tend()
-    assert first not in federation.processes.running
-    assert federation.nodes[0] in federation.processes.running
-    federation.close()
+    node = federation.start_node(0)
+    wait_until(lambda: node.ended == 0)
+    with pytest.raises(processes.FederationFailed, match=r"^node 0 ended with code 0 \(log: .*node-0\.log\)$"):
+        federation.wait(7, every=0.01)
 
 
 def test_answers_of_the_flwr_command():

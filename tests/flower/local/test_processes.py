@@ -14,37 +14,39 @@ from lamina.flower.local import guard, processes
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
-def test_a_process_is_killed_with_its_group(tmp_path, monkeypatch):
+@pytest.fixture
+def group(tmp_path):
+    group = processes.Processes(tmp_path / "fed", 1)
+    (group.folder / "logs").mkdir(parents=True)
+    group.start_guard()
+    yield group
+    group.close()
+
+
+def test_all_processes_end_together(group, tmp_path, monkeypatch):
+    """Also one that ignores SIGTERM, and its child in a session of its own."""
     (tmp_path / "stubborn.py").write_text(STUBBORN)
-    environment = {**os.environ, guard.VARIABLE: "stopped-with-its-group"}
-    command = [sys.executable, str(tmp_path / "stubborn.py"), "child"]
-    process = processes.Process(command, tmp_path / "log", environment)
+    process = group.launch("node", [sys.executable, str(tmp_path / "stubborn.py"), "escape"], "node")
     wait_until(lambda: process.output().count("ready") == 2)
-    pids = guard.marked("stopped-with-its-group")
+    pids = guard.marked(group.mark)
     assert len(pids) == 2
-    assert {os.getpgid(pid) for pid in pids} == {process.pid}
     if shutil.which("ps"):
         with monkeypatch.context() as patch:
             patch.setattr(Path, "exists", lambda path: False)  # no /proc, as on macOS
-            assert sorted(guard.marked("stopped-with-its-group")) == sorted(pids)
-    process.kill()
-    assert process.ended == -signal.SIGKILL
+            assert sorted(guard.marked(group.mark)) == sorted(pids)
+    group.close()
+    assert all(map(gone, pids))
+    assert guard.marked(group.mark) == []
+    group.close()
+
+
+def test_a_process_that_was_killed_is_one_line(group):
+    process = group.launch("node", [sys.executable, "-c", "import time; time.sleep(60)"], "node")
+    os.kill(process.pid, signal.SIGKILL)
+    wait_until(lambda: process.ended is not None)
     assert (
         str(process.failed(f"it {process.how_it_ended}")) == f"it was ended by signal 9 (Killed) (log: {process.log})"
     )
-    wait_until(lambda: all(map(gone, pids)))
-
-
-def test_processes_that_have_ended_are_forgotten(tmp_path, monkeypatch):
-    """Their numbers may be used again: the federation's end must not signal them."""
-    group = processes.Processes(tmp_path / "fed", 1)
-    (group.folder / "logs").mkdir(parents=True)
-    process = group.launch("node", [sys.executable, "-c", ""], "node")
-    wait_until(lambda: process.ended == 0)
-    group.retire(process)
-    assert group.running == []
-    monkeypatch.setattr(processes.os, "killpg", lambda *_: pytest.fail("signalled"))
-    group.close()
 
 
 def test_the_environment_keeps_flower_off_the_network(tmp_path):

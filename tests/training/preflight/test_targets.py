@@ -63,17 +63,6 @@ def test_a_class_that_only_the_test_data_have_is_named(caplog):
     assert "class 2 appears only in the test data: no client can learn it" in caplog.text
 
 
-def test_a_class_that_occurs_only_in_the_test_maps_is_warned_of(caplog):
-    x, maps = draw(12, 2, 4, 4), integers(2, 12, 4, 4)
-    maps[0, 0] = -100
-    simulate(conv(3), (x, maps), test=(x, maps.clamp(min=0)))
-    assert not caplog.text
-    ones = torch.where(maps == 0, 1, maps)
-    for train, test, unseen in ((maps, maps.clamp(min=0) * 2, 2), (ones, maps, 0)):
-        simulate(conv(3), (x, train), test=(x, test))
-        assert f"class {unseen} appears only in the test data: no client can learn it" in caplog.text
-
-
 def test_training_data_without_any_label_are_warned_of(caplog):
     maps = torch.full((12, 4, 4), -100)
     simulate(conv(3), (draw(12, 2, 4, 4), maps))

@@ -46,31 +46,25 @@ def read(
         client: The name of the array that names the client of every training sample.
     """
     file = own_path(root, path)
-    where, arrays, part = str(file), _read_file(file), ""
-    names = list(arrays)
-    held_out: Arrays | None = None
+    where, where_test, arrays, held_out = str(file), str(test), _read_file(file), None
     if f"{features}_train" in arrays and features not in arrays:
         if test is not None:
             raise BadInput(f"{file} holds '{features}_train': take data.test out, its test data are '{features}_test'")
-        part, whole = "_train", arrays
+        where, where_test = (f"{file} (of its arrays, those with {end})" for end in ("_train", "_test"))
         arrays, held_out = (
-            {name.removesuffix(end): values for name, values in whole.items() if name.endswith(end)}
+            {name.removesuffix(end): values for name, values in arrays.items() if name.endswith(end)}
             for end in ("_train", "_test")
         )
     elif isinstance(test, str):
         held_out = _read_file(own_path(root, test))
-    roles = {"features": features, "label": label}
-    _check_arrays(where, arrays, roles | ({"client": client} if client else {}), names, part)
+    _check_arrays(where, arrays, [features, label, *([client] if client else [])])
     if held_out is not None:
-        if part:
-            _check_arrays(where, held_out, roles, names, "_test")
-        else:
-            _check_arrays(str(test), held_out, roles, list(held_out), "")
+        _check_arrays(where_test, held_out, [features, label])
     samples = len(arrays[features])
-    is_test = mark_test_rows(where, samples, None if held_out is None else len(held_out[features]), test)
-    x, y = (_joined(where, name, arrays, held_out) for name in (features, label))
+    is_test = mark_test_rows(str(file), samples, None if held_out is None else len(held_out[features]), test)
+    x, y = (_joined(str(file), name, arrays, held_out) for name in (features, label))
     y = y.squeeze(1) if y.ndim == 2 and y.shape[1] == 1 else y
-    splits = make_splits(where, x, y, is_test, task=task, ignore_index=ignore_index, name=file.stem)
+    splits = make_splits(str(file), x, y, is_test, task=task, ignore_index=ignore_index, name=file.stem)
     others = {n: v for n, v in arrays.items() if n not in (features, label) and v.shape == (samples,)}
     columns = {name: values[~is_test[:samples]] for name, values in others.items()}
     return splits._replace(train=dataclasses.replace(splits.train, columns=columns))
@@ -92,39 +86,33 @@ def _read_file(file: Path) -> Arrays:
         raise BadInput(f"{file} is not a readable {file.suffix} file ({reason}): write it again") from error
 
 
-def _check_arrays(where: str, arrays: Arrays, roles: dict[str, str], names: list[str], part: str) -> None:
-    """Refuse a file that lacks an array, or whose arrays have different numbers of samples.
-
-    `roles` names the array for each key of `[data]`, `names` are those of all arrays in the file, and `part` is what
-    the file adds to the names of these arrays, such as ``_train``.
-    """
-    for role, name in roles.items():
+def _check_arrays(where: str, arrays: Arrays, names: list[str]) -> None:
+    """Refuse a file that lacks one of these arrays, or in which they do not have one row of numbers per sample."""
+    for name in names:
         if name not in arrays:
-            key = f"data.{role} = '{name}', without {part}" if part else f"data.{role}"
-            hint = nearest(name + part, names) + f" (arrays: {listed(names, most=20) or 'none'})"
-            raise BadInput(f"{where} has no array '{name}{part}' ({key}){hint}")
-        if not arrays[name].ndim or not len(arrays[name]):
+            hint = f"{nearest(name, arrays)} (arrays: {listed(list(arrays), most=20) or 'none'})"
+            raise BadInput(
+                f"{where}: there is no array '{name}'{hint}; correct data.features, data.label or data.client"
+            )
+        values, features = arrays[name], arrays[names[0]]
+        if not values.ndim or not len(values):
             raise BadInput(f"{where}: the array '{name}' is empty; give at least one sample")
-    features, label, *_ = roles.values()
-    for role, name in roles.items():
-        if role == "client" and arrays[name].ndim != 1:
-            raise BadInput(f"{where}: the array '{name}' (data.client) must hold one value per sample")
-        if len(arrays[name]) != len(arrays[features]):
-            counts = f"{plural(len(arrays[name]), 'row')}, and '{features}' has {len(arrays[features])}"
+        if len(values) != len(features):
+            counts = f"{plural(len(values), 'row')}, and '{names[0]}' has {len(features)}"
             raise BadInput(f"{where}: the array '{name}' has {counts}; give one row per sample")
-    for name in (features, label):
-        if arrays[name].dtype.kind == "f" and not (finite := np.isfinite(arrays[name])).all():
+        if values.dtype.kind == "f" and not (finite := np.isfinite(values)).all():
             sample = int(np.argwhere(~finite)[0, 0])
-            raise BadInput(f"{where}: sample {sample} of '{name}{part}' holds a NaN or an infinity; clean or drop it")
+            raise BadInput(f"{where}: sample {sample} of '{name}' holds a NaN or an infinity; clean or drop it")
 
 
 def _joined(where: str, name: str, arrays: Arrays, held_out: Arrays | None) -> NDArray[Any]:
     if held_out is None:
         return arrays[name]
-    if arrays[name].shape[1:] != held_out[name].shape[1:]:
-        shapes = f"{list(arrays[name].shape[1:])} in the training data and {list(held_out[name].shape[1:])} in the test"
-        raise BadInput(f"{where}: samples of '{name}' have shape {shapes} data: give all of them one shape")
-    if arrays[name].dtype != held_out[name].dtype and arrays[name].dtype.kind != held_out[name].dtype.kind:
-        kinds = f"{arrays[name].dtype} in the training data and {held_out[name].dtype} in the test data"
-        raise BadInput(f"{where}: '{name}' is {kinds}: give both one type")
-    return np.concatenate([arrays[name], held_out[name]])
+    train, test = arrays[name], held_out[name]
+    if train.shape[1:] != test.shape[1:] or train.dtype.kind != test.dtype.kind:
+        kinds = [f"{list(values.shape[1:])} {values.dtype}" for values in (train, test)]
+        raise BadInput(
+            f"{where}: samples of '{name}' are {kinds[0]} in the training data and {kinds[1]} in the test data: give "
+            "all of them one shape and type"
+        )
+    return np.concatenate([train, test])

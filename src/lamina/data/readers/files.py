@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from lamina.base.errors import BadInput
-from lamina.base.paths import checked_path, refuse_special
+from lamina.base.paths import checked_path
 from lamina.data.dataset import Dataset, Splits
 
 ENVIRONMENT_VARIABLE = "LAMINA_DATA"
@@ -36,7 +35,6 @@ class PublishedFile:
     name: str
     shape: tuple[int, ...]  # of the images or labels in it
     md5: str | None = None
-    md5_gz: str | None = None  # of the same file compressed with gzip, under the name with .gz
 
 
 class Content(NamedTuple):
@@ -59,7 +57,7 @@ class Release:
     def find(self, root: Path, name: str) -> Place | None:
         """Return the first folder that holds any of the files, below `root` or its folder `name`."""
         for folder in (root / name / self.folder, root / name, root / self.folder):
-            missing = [file.name for file in self.files if not self.path(folder, file).is_file()]
+            missing = [file.name for file in self.files if not (folder / file.name).is_file()]
             if len(missing) < len(self.files):
                 return Place(folder, missing)
         return None
@@ -69,22 +67,15 @@ class Release:
         """All files of the release."""
         return (*self.train, *self.test)
 
-    def path(self, folder: Path, file: PublishedFile) -> Path:
-        """Return the path of a file in a folder; the compressed file comes first."""
-        compressed = folder / f"{file.name}.gz"
-        return compressed if compressed.is_file() else folder / file.name
-
     def read(self, place: Place) -> dict[str, Content]:
-        """Return the contents of all files, by name. Their checksum is verified before they are decompressed."""
+        """Return the contents of all files, by name, after comparing their checksums."""
         if place.missing:
             raise BadInput(f"{place.path} lacks {place.missing[0]}; put all files of the set there")
         contents = {}
         for file in self.files:
-            path = self.path(place.path, file)
-            is_compressed = path.suffix == ".gz"
-            verify_md5(path, file.md5_gz if is_compressed else file.md5)
-            data = path.read_bytes()
-            contents[file.name] = Content(file, gzip.decompress(data) if is_compressed else data, path)
+            path = place.path / file.name
+            contents[file.name] = Content(file, path.read_bytes(), path)
+            verify_md5(path, contents[file.name].data, file.md5)
         return contents
 
 
@@ -136,30 +127,14 @@ def data_directory(given: str | os.PathLike[str] | None = None, expected: str = 
     return root
 
 
-def verify_md5(path: Path, expected: str | None) -> None:
-    """Refuse a file that differs from the published one (md5 identifies the version; it is not a security check)."""
-    if expected is None:
-        return
-    with path.open("rb") as file:
-        actual = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-    if actual != expected:
+def verify_md5(path: Path, data: bytes, expected: str | None) -> None:
+    """Refuse the bytes of a file if they are not the published ones: others with the same md5 cannot be found."""
+    actual = hashlib.md5(data, usedforsecurity=False).hexdigest()
+    if expected is not None and actual != expected:
         raise BadInput(
             f"{path} is damaged or another version: md5 expected {expected}, found {actual}; "
             f"download it again and put the good file at that path"
         )
-
-
-def read_own_parts(root: Path, path: str, test: str | float | None, read: Callable[[Path], Any]) -> tuple[Any, ...]:
-    """Return a user's file or folder, what `read` returns for its training data and, unless None, for its test data.
-
-    These are in ``train/`` and ``test/`` of the folder, or where `path` and `test` say.
-    """
-    place = own_path(root, path)
-    if not ((place / "train").is_dir() and (place / "test").is_dir()):
-        return place, read(place), read(own_path(root, test)) if isinstance(test, str) else None
-    if test is not None:
-        raise BadInput(f"'{place}' holds train/ and test/: take data.test out, or set data.path to one of them")
-    return place, read(place / "train"), read(place / "test")
 
 
 def own_path(root: Path, path: str) -> Path:
@@ -167,6 +142,4 @@ def own_path(root: Path, path: str) -> Path:
     given = checked_path(root / Path(path).expanduser(), "data.path")
     if not given.exists():
         raise BadInput(f"there is no file or folder '{given}': correct data.path, data.test or data.dir")
-    if not given.is_dir():
-        refuse_special(given)
     return given

@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import numpy as np
+
 from lamina.base.errors import BadInput, short_repr
-from lamina.base.limits import check_memory
-from lamina.base.text import listed, plural
+from lamina.base.text import listed
 from lamina.data.dataset import Splits
 from lamina.data.images import Pictures, stack_pictures
-from lamina.data.readers.files import read_own_parts
+from lamina.data.readers.files import own_path
 from lamina.data.readers.labels import make_splits, mark_test_rows
 
 log = logging.getLogger(__name__)
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-
-MOST_PIXELS_PER_SIDE = 65_535
 
 
 def read(root: Path, *, path: str, test: str | float | None = None, size: list[int] | None = None) -> Splits:
@@ -29,21 +28,20 @@ def read(root: Path, *, path: str, test: str | float | None = None, size: list[i
         test: A folder with the test data, or the fraction of the pictures to hold out: 0.2 if there is no ``test/``.
         size: Height and width to resize all pictures to.
     """
-    if size is not None and (len(size) != 2 or min(size) < 1 or max(size) > MOST_PIXELS_PER_SIDE):
-        wanted = f"a height and a width of at most {MOST_PIXELS_PER_SIDE} pixels, for example [32, 32]"
-        raise BadInput(f"data.size = {short_repr(size)}: must be {wanted}")
-    folder, train, held_out = read_own_parts(root, path, test, _listed)
-    is_test = mark_test_rows(str(folder), len(train), None if held_out is None else len(held_out), test)
-    files = train + (held_out or [])
-    untested = sorted({name for _, name in train} - {name for _, name in held_out or train})
-    if untested:
-        log.warning("%s: no test pictures of %s", folder, listed(untested))
-    if size is not None:
-        needed = (len(files) + 1) * size[0] * size[1]  # one is being decoded while the others are stored
-        check_memory(f"resizing {plural(len(files), 'picture')} to data.size = {size}", needed, "choose a smaller size")
+    if size is not None and (len(size) != 2 or min(size) < 1):
+        raise BadInput(f"data.size = {short_repr(size)}: must be a height and a width, for example [32, 32]")
+    folder = own_path(root, path)
+    parts = [folder / "train", folder / "test"]
+    if not all(part.is_dir() for part in parts):
+        parts = [folder, *([own_path(root, test)] if isinstance(test, str) else [])]
+    elif test is not None:
+        raise BadInput(f"'{folder}' holds train/ and test/: take data.test out, or set data.path to one of them")
+    train, *held_out = [_listed(part) for part in parts]
+    is_test = mark_test_rows(str(folder), len(train), len(held_out[0]) if held_out else None, test)
+    files = [*train, *(held_out[0] if held_out else [])]
     pictures = Pictures([file for file, _ in files], "replace or remove it", size)
     x = stack_pictures(pictures, len(files), lambda i: str(files[i][0]))
-    return make_splits(str(folder), x, [name for _, name in files], is_test, name=folder.name)
+    return make_splits(str(folder), x, np.array([name for _, name in files]), is_test, name=folder.name)
 
 
 def _listed(folder: Path) -> list[tuple[Path, str]]:

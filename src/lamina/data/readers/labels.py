@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -11,11 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from lamina.base import rng
-from lamina.base.errors import BadInput, is_whole
+from lamina.base.errors import BadInput
 from lamina.base.text import listed
-from lamina.data.convert import convert, refuse_missing_labels, signed, too_large
+from lamina.data.convert import signed
 from lamina.data.dataset import Dataset, Splits, held_out_count
-from lamina.objective.batch import map_batch
 from lamina.objective.losses import IGNORED
 
 Task = Literal["classification", "regression"]
@@ -42,39 +40,32 @@ def mark_test_rows(where: str, samples: int, held_out: int | None, fraction: Any
 
 def make_splits(
     where: str,
-    x: NDArray[Any] | Mapping[str, NDArray[Any]],
-    y: Any,
+    x: NDArray[Any],
+    y: NDArray[Any],
     is_test: NDArray[np.bool_],
     *,
     task: str | None = None,
     columns: Mapping[str, Any] | None = None,
-    class_names: tuple[str, ...] | None = None,
     name: str = "data",
-    mask: Any = None,
     ignore_index: int = IGNORED,
 ) -> Splits:
     """Return training and test data from all samples.
 
     Args:
         where: the file, for messages.
-        x: the inputs [n, ...], or several by name.
+        x: the inputs [n, ...].
         y: the labels or targets [n], as a file has them. Classes are numbered in their sorted order.
         is_test: which samples are test data [n].
         task: classification or regression; None: regression for floats, else classification.
         columns: further values per sample.
-        class_names: the names of the classes, if y is numbered already.
         name: the name of the data.
-        mask: where padded inputs hold values [n, length], or several by name.
         ignore_index: the integer target that does not count in maps, beside -100.
     """
     if is_test.all() or not is_test.any():
         part = "training" if is_test.all() else "test"
         raise BadInput(f"{where}: there are no {part} data; give at least one sample")
-    y = _as_array(where, y)
-    classes, are_names = None, False
-    if class_names is not None:
-        targets, classes = y.astype(np.int64), len(class_names)
-    elif y.ndim > 1 and y.dtype.kind in "iub" and task != "regression":
+    class_names = None
+    if y.ndim > 1 and y.dtype.kind in "iub" and task != "regression":
         targets = signed(where, "the label", y).astype(np.int64)  # one class per token or pixel, numbered already
     elif (task or ("regression" if y.dtype.kind == "f" else "classification")) == "regression":
         if y.dtype.kind not in "iufb":
@@ -82,33 +73,17 @@ def make_splits(
         targets = y.astype(np.float32)
     else:
         targets, class_names = number_classes(where, y)
-        classes, are_names = len(class_names), True
-    inputs = {n: _as_tensor(where, v) for n, v in x.items()} if isinstance(x, Mapping) else _as_tensor(where, x)
+    inputs = _as_tensor(where, x)
     splits = []
     for rows in (~is_test, is_test):
-        choose = operator.itemgetter(torch.from_numpy(np.flatnonzero(rows)))
         kept = {column: np.asarray(values)[rows] for column, values in (columns or {}).items()}
-        masks = None if mask is None else map_batch(choose, mask)
         data = Dataset(
-            map_batch(choose, inputs), targets[rows], classes,
-            name=name, columns=kept, class_names=class_names, ignore_index=ignore_index, mask=masks,
-            labels_are_names=are_names,
+            inputs[torch.from_numpy(np.flatnonzero(rows))], targets[rows],
+            name=name, columns=kept, class_names=class_names, ignore_index=ignore_index,
+            labels_are_names=class_names is not None,
         )  # fmt: skip
         splits.append(data)
     return refuse_unseen_classes(where, Splits(*splits))
-
-
-def _as_array(where: str, y: Any) -> NDArray[Any]:
-    """Return labels or targets as an array; the lists of a file may be of different length, or hold anything."""
-    if not isinstance(y, list):
-        return np.asarray(y)
-    if any(isinstance(label, list) for label in y):
-        return np.asarray(convert(where, "the label", y, IGNORED).values)
-    if any(isinstance(label, dict) for label in y):
-        raise BadInput(f"{where}: a label is a table; give a number, a text or a list for each sample")
-    if any(is_whole(label) and not -(2**63) <= label < 2**63 for label in y):
-        raise too_large(where, "the label")
-    return np.asarray(y)
 
 
 def _as_tensor(where: str, values: NDArray[Any]) -> torch.Tensor:
@@ -130,17 +105,12 @@ def number_classes(where: str, labels: NDArray[Any]) -> tuple[NDArray[np.int64],
     >>> number_classes("pets.csv", np.array(["dog", "cat", "dog"]))
     (array([1, 0, 1]), ('cat', 'dog'))
     """
-    if labels.dtype.kind == "f" and np.isfinite(labels).all() and (labels == np.rint(labels)).all():
-        if (np.abs(labels) >= 2.0**63).any():
-            raise too_large(where, "the label")
-        labels = labels.astype(np.int64)  # a format without integers, or a table with missing values, now dropped
-    if labels.dtype.kind == "f":
-        raise BadInput(f"{where}: the label holds fractions, but data.task = 'classification' needs classes")
+    if labels.dtype.kind == "f":  # a format without integers, or a table with missing values, now dropped
+        if not ((labels == np.rint(labels)) & (np.abs(labels) < 2.0**63)).all():
+            raise BadInput(f"{where}: the label holds fractions, but data.task = 'classification' needs classes")
+        labels = labels.astype(np.int64)
     if labels.ndim != 1:
         raise BadInput(f"{where}: labels must have shape [n], found {list(labels.shape)}")
-    if labels.dtype.kind == "O":
-        refuse_missing_labels(where, labels)
-        labels = labels.astype(np.str_)
     values, numbers = np.unique(labels, return_inverse=True)
     return numbers.astype(np.int64), tuple(str(value) for value in values.tolist())
 

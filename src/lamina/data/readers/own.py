@@ -14,7 +14,7 @@ from lamina.base.errors import BadInput, LaminaError, describe_error, is_number,
 from lamina.base.registry import import_named, parameters_of
 from lamina.data.dataset import Dataset, Splits, as_dataset
 from lamina.data.matching import inherit_normalisation, match
-from lamina.data.readers import arrays, folders, hub_reader, leaf, table
+from lamina.data.readers import arrays, folders, table
 from lamina.data.readers.files import data_directory
 from lamina.data.readers.labels import refuse_unseen_classes
 
@@ -28,25 +28,20 @@ class Format:
 
     description: str
     read: Callable[..., Splits]
-    natural_clients: str | None = None
-    """The column with the clients, for a format that always has them."""
 
 
 FORMATS: dict[str, Format] = {
     "table": Format("your own CSV or Parquet file, with label, feature and client columns", table.read),
     "images": Format("your own pictures in one folder per class", folders.read),
-    "leaf": Format("your own JSON files in LEAF's format; its users are the clients", leaf.read, leaf.USER_COLUMN),
     "arrays": Format("your own arrays in a .npz or .safetensors file", arrays.read),
-    "hub": Format("a Hugging Face data set by name, with a mapping of its columns", hub_reader.read),
 }
 
 
-def load_format(name: str, data_dir: Any, options: Mapping[str, Any], client: str | None, *, online: bool) -> Splits:
+def load_format(name: str, data_dir: Any, options: Mapping[str, Any], client: str | None) -> Splits:
     """Read files of a format; relative paths start at `data_dir`, else at the current folder."""
     root = Path() if data_dir is None else data_directory(data_dir)
-    more = {"client": client, "online": online}
     known, _ = parameters_of(FORMATS[name].read)
-    return FORMATS[name].read(root, **options, **{key: value for key, value in more.items() if key in known})
+    return FORMATS[name].read(root, **options, **({"client": client} if "client" in known else {}))
 
 
 def load_own(name: str, data_dir: Any, options: Mapping[str, Any], client: str | None) -> Splits:

@@ -81,7 +81,7 @@ def load(
     if ":" in name:
         return load_own(name, data_dir, options, client)
     if name in FORMATS:
-        return load_format(name, data_dir, options, client, online=hub)
+        return load_format(name, data_dir, options, client)
     source = SOURCES[name]
     root = data_directory(data_dir, source.expected) if source.files else Path()
     splits = source.read(root)
@@ -107,7 +107,7 @@ def check_options(name: str, options: Mapping[str, Any], other_keys: Mapping[str
     """
     if name in FORMATS:
         read = FORMATS[name].read
-        check_names(name, read, options, {**other_keys, "online": None})
+        check_names(name, read, options, other_keys)
         check_types(read, options)
     elif ":" not in name and name not in SOURCES:
         raise unknown("data set", name, [*SOURCES, *FORMATS])
@@ -150,8 +150,7 @@ def _digits_table() -> NDArray[np.float64]:
 
 def _idx_source(files: PublishedSet, description: str, published: str, repository: str) -> Source:
     (release,) = files.releases
-    names = ", ".join(f"{file.name}.gz" for file in release.files)
-    words = f"{names}, or the same without .gz, in {files.name}/ or {release.folder}/"
+    words = f"{', '.join(file.name for file in release.files)}, in {files.name}/ or {release.folder}/"
     copy = HubCopy(repository, "test", files.mean, files.std)
     return Source(description, files.read, words, published, copy, files.locate)
 

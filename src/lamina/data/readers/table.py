@@ -20,7 +20,6 @@ from lamina.data.readers.labels import Task, make_splits, mark_test_rows
 
 log = logging.getLogger(__name__)
 
-MANY_VALUES = 20  # of a categorical column, also in a short table
 PARQUET_SUFFIXES = (".parquet", ".pq")
 
 
@@ -88,11 +87,6 @@ def read(
         blocks = [_standardised(values, is_test) for values in blocks]
     for name in categorical:
         texts, values = _categories(frame[name], is_typed, is_test)
-        if len(values) > max(MANY_VALUES, len(frame) / 10):
-            log.warning(
-                "%s: column '%s' has %d different values for %d rows, and each becomes a feature; is it no category?",
-                where, name, len(values), len(frame),
-            )  # fmt: skip
         unseen = np.flatnonzero(~np.isin(texts, values))
         if len(unseen):
             log.warning(

@@ -1,19 +1,13 @@
-"""Read TinyImageNet from its unpacked folder; the decoded pixels are cached beside it."""
+"""Read TinyImageNet from its unpacked folder."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from lamina.base.errors import BadInput
-from lamina.base.paths import refuse_special
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.images import Pictures, stack_pictures
 from lamina.data.readers.files import Place
@@ -54,7 +48,7 @@ def read_set(root: Path) -> Splits | None:
     for part, samples, expected in (("train", train, TRAIN_IMAGES), ("val", test, TEST_IMAGES)):
         if len(samples) != expected:
             raise BadInput(f"{folder}/{part} holds {len(samples)} images, not {expected}; {UNZIP_AGAIN}")
-    return Splits(_dataset(folder, "train", train), _dataset(folder, "val", test))
+    return Splits(_dataset(train), _dataset(test))
 
 
 def _annotated(folder: Path, wnids: Sequence[str]) -> list[tuple[Path, int]]:
@@ -74,35 +68,8 @@ def _annotated(folder: Path, wnids: Sequence[str]) -> list[tuple[Path, int]]:
     return samples
 
 
-def _dataset(folder: Path, part: str, samples: Sequence[tuple[Path, int]]) -> Dataset:
+def _dataset(samples: Sequence[tuple[Path, int]]) -> Dataset:
     paths = [path for path, _ in samples]
-    # The cache's name depends on the list of files, so that a changed folder is decoded again.
-    listing = zlib.crc32("\n".join(str(path.relative_to(folder)) for path in paths).encode())
-    cache = folder.parent / f"{folder.name}.{part}.{listing:08x}.npy"
-    images = _from_cache(cache, len(samples))
-    if images is None:
-        images = stack_pictures(Pictures(paths, UNZIP_AGAIN), len(paths), lambda i: str(paths[i]), colour=True)
-        with contextlib.suppress(OSError):  # without a cache, the next start decodes again
-            _write_atomically(cache, images)
+    images = stack_pictures(Pictures(paths, UNZIP_AGAIN), len(paths), lambda i: str(paths[i]), colour=True)
     labels = torch.tensor([label for _, label in samples])
     return Dataset(torch.from_numpy(images), labels, CLASSES, MEAN, STD, "tinyimagenet")
-
-
-def _from_cache(cache: Path, count: int) -> NDArray[np.uint8] | None:
-    refuse_special(cache)
-    try:
-        images = np.load(cache, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    is_complete = isinstance(images, np.ndarray) and images.dtype == np.uint8 and images.shape[:2] == (count, 3)
-    return images if is_complete and images.ndim == 4 else None
-
-
-def _write_atomically(path: Path, array: NDArray[np.uint8]) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            np.save(file, array, allow_pickle=False)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import json
 import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +46,10 @@ def processor() -> str:
 
 
 def own_commit() -> str | None:
-    """Return the commit of lamina itself: of its checkout, or as pip recorded it; None for a release."""
+    """Return the commit of the checkout that lamina runs from; None if it is installed."""
     here = Path(lamina.__file__).resolve().parent
-    if not {"site-packages", "dist-packages"} & set(here.parts):  # else a repository above it is another project's
-        return git_commit(here)
-    try:
-        recorded = json.loads(metadata.distribution("lamina").read_text("direct_url.json") or "{}")
-        return str(recorded["vcs_info"]["commit_id"])
-    except (metadata.PackageNotFoundError, KeyError, ValueError):
-        return None
+    is_installed = {"site-packages", "dist-packages"} & set(here.parts)  # a repository above it is another project's
+    return None if is_installed else git_commit(here)
 
 
 @functools.cache

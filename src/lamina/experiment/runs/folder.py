@@ -9,7 +9,7 @@
 - ``model.safetensors``: the model at the end
 - ``diverged.json``: how the training diverged, if it did
 - ``lock``: held by the process that writes to the folder
-- ``tensorboard/``, ``mlflow.json``: see trackers.py
+- ``tensorboard/``: see tensorboard.py
 - ``federation.jsonl``, ``starts``: which nodes took part in each round of a federation, and how often its server was
   started, see lamina.flower
 """
@@ -50,12 +50,12 @@ from lamina.experiment.runs.records import (
     refuse_format,
     remove_records,
 )
-from lamina.experiment.runs.trackers import Trackers
+from lamina.experiment.runs.tensorboard import TensorBoard
 from lamina.objective.objective import Buffers, Objective
 from lamina.storage.checkpoint import UNREADABLE, Checkpoints, pack, read_facts, unpack
 from lamina.storage.files import as_json, check_writable, write_json, writing_to
 from lamina.storage.identity import code_changes
-from lamina.storage.locks import Lock, Locked, is_at, lost
+from lamina.storage.locks import Lock, is_at, lost
 from lamina.training.history import History, Row, score_key
 from lamina.training.metrics import read_primary
 
@@ -74,8 +74,7 @@ class RunFolder:
     """The records of one run. Opening it takes the lock and refuses a folder that holds anything else.
 
     Nothing is written or replaced before `begin`: a simulation begins when its first round has finished or diverged, a
-    federation after its first attempt at one. Any other run may use a folder without a finished round. The folder of a
-    run that has ended may be read-only.
+    federation after its first attempt at one. Any other run may use a folder without a finished round.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class RunFolder:
         *,
         overwrite: bool = False,
         lines: LogLines | None = None,
-        trackers: Trackers | None = None,
+        tensorboard: TensorBoard | None = None,
     ) -> None:
         self.path = path
         self.config = as_json({"lamina": lamina.__version__, "format": FORMAT, **config})
@@ -99,28 +98,18 @@ class RunFolder:
         self._damage = ""  # what is wrong with the metrics
         self._code_changes = ""  # since the run began or was resumed
         self._model_round = 0  # the round of the saved model
-        self._lines, self._trackers = lines, trackers or Trackers([], path)
+        self._lines, self._tensorboard = lines, tensorboard
         self._metrics: BinaryIO | None = None
         self._best = BestModel(path / "best.safetensors", self.history, self._metric)
         refuse_foreign(path)
         self._is_new = not path.exists()
-        self._lock: Lock | None = None
-        try:
-            check_writable(path)
-            self._lock = Lock(path)
-        except Locked:
-            raise
-        except BadInput:
-            if not overwrite:
-                self._recognise()
-            if not self.ended:
-                raise
-            return  # nothing is left to write
+        check_writable(path)
+        self._lock = Lock(path)
         try:
             if not overwrite:
                 self._recognise()
-            if self.ended and len(self.history):
-                self._trackers.write(self.history)  # requested only now, or killed before the last round was written
+            if self.ended and len(self.history) and self._tensorboard is not None:
+                self._tensorboard.write(self.history)  # requested only now, or killed before the last round was written
         except BaseException:
             self.close()
             raise
@@ -174,8 +163,8 @@ class RunFolder:
             return
         if self.checkpoints.rounds():
             raise BadInput(
-                f"{self._damage}, and all checkpoints are of later rounds: rebuild the history with "
-                f"`lamina rebuild {self.path}`, or start again with --overwrite (overwrite=True)"
+                f"{self._damage}, and all checkpoints are of later rounds: restore it from a copy, or start again "
+                "with --overwrite (overwrite=True)"
             )
         settings = stored.get("run", {})
         every = settings.get("checkpoint_every", 1) if isinstance(settings, Mapping) else 1
@@ -268,8 +257,7 @@ class RunFolder:
 
     def refuse_lost(self) -> None:
         """Raise an error if this run's records were removed or replaced."""
-        if self._lock is not None:
-            self._lock.refuse_lost()
+        self._lock.refuse_lost()
         if self._metrics is not None and not (
             is_at(self._metrics, self.path / "metrics.jsonl") and (self.path / "config.json").exists()
         ):
@@ -286,7 +274,8 @@ class RunFolder:
             self._metrics.write((json.dumps(numbers, allow_nan=False) + "\n").encode())
             self._metrics.flush()
         self._best.consider(row, simulation)
-        self._trackers.write(simulation.history)
+        if self._tensorboard is not None:
+            self._tensorboard.write(simulation.history)
 
     def checkpoint(self, simulation: Trained, facts: Iterable[Any] = ()) -> None:
         """Save the state after the last recorded round and facts about it, with the best model so far if it is new."""
@@ -303,8 +292,7 @@ class RunFolder:
         state = simulation.state
         with self._writing():
             save_model(self.path / "model.safetensors", simulation, state.round, state.server.x, state.buffers)
-        collapse = simulation.history.collapse()
-        self._say(f"{self.path}: complete after round {state.round}{collapse and '; ' + collapse}")
+        self._say(f"{self.path}: complete after round {state.round}")
 
     def diverge(self, error: Diverged) -> None:
         """Record how the training diverged: the run has ended."""
@@ -332,12 +320,11 @@ class RunFolder:
 
     def close(self) -> None:
         """Release the folder; remove it if it is new and nothing was written."""
-        self._trackers.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
         if self._metrics is not None:
             with contextlib.suppress(OSError):  # a full disk, which the failed round has reported
                 self._metrics.close()
-        if self._lock is None:
-            return
         useless = self._metrics is None and self._is_new
         self._lock.release(delete=useless)
         if useless:

@@ -120,19 +120,6 @@ def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
             return
 
 
-def sound_lines(path: Path) -> dict[int, bytes]:
-    """Return the lines of a metrics file that are rows, by their round, wherever they are; none if there is no file."""
-    lines: dict[int, bytes] = {}
-    if path.exists():
-        with open_to_read(path) as file:
-            for line in file:
-                with contextlib.suppress(*DAMAGE):
-                    number = from_json(line)["round"]
-                    Columns.from_rows(_rows(line.rstrip(b"\n") + b"\n", number - 1))
-                    lines[int(number)] = line.rstrip(b"\n") + b"\n"
-    return lines
-
-
 @contextlib.contextmanager
 def open_to_read(path: Path) -> Iterator[BinaryIO]:
     """Open a file of a run's folder; refuse a pipe or a device, since reading one may not end."""

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from lamina.base.atomic import write_file
 from lamina.base.errors import BadInput
-from lamina.experiment.runs.records import is_ours, unreadable_config
 
 ENDS_BYTES = 4096  # that are read at either end of a file to recognise it
 
@@ -44,6 +43,5 @@ def write_output(
 def refuse_in_run_folder(path: Path, option: str = "--out") -> None:
     """Refuse a path inside a run's folder, which may hold nothing but the run's own files."""
     for folder in Path(os.path.realpath(path)).parents:
-        is_run = is_ours(folder) or unreadable_config(folder)  # one whose config.json is damaged counts
-        if is_run and (folder / "metrics.jsonl").exists():
+        if (folder / "config.json").exists() and (folder / "metrics.jsonl").exists():
             raise BadInput(f"'{path}' is inside the run folder '{folder}': choose another place with {option}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 from lamina import algorithms
 from lamina.base.atomic import PARTIAL, sync_folder
 from lamina.base.errors import BadInput
-from lamina.base.limits import MOST
 from lamina.experiment.runs.metrics_file import MetricsFile, open_to_read
 from lamina.experiment.toml import leaves
 from lamina.storage import identity
@@ -28,12 +26,7 @@ NO_PART_OF_IDENTITY = {
     "lamina", "format", "title", "metrics", "data.dir", "run.out", "run.threads", "run.checkpoint_every",
     "run.accept_changed_code",
 }  # fmt: skip
-# Digests of values; before config.json had the key "code", they were made in another way and had other names.
-DIGESTS = {"loss_values", "algorithm_values", "aggregation_values", "metrics_values", "model_values", "model.values",
-           "data.partition.values"}  # fmt: skip
-EARLIER_DIGESTS = {"loss_digest", "algorithm_digest", "aggregation_digest", "metrics_digest", "model_digest",
-                   "model.content", "data.partition.content"}  # fmt: skip
-SECTIONS = ("data", "model", "algorithm", "train", "run", "compare")  # tables of a run's configuration
+# mlflow.json: of the option --mlflow, which earlier versions had
 FILES = {
     "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
     "model.safetensors", "diverged.json", "lock", "tensorboard", "mlflow.json", "federation.jsonl",
@@ -157,32 +150,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def check_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse a configuration that lacks what every run's has."""
+    record = Record(folder, dict(config), History(), {})
     try:
-        for section in SECTIONS:
-            if not isinstance(config.get(section, {}), Mapping):
-                raise TypeError(f"a table [{section}]")
-        if not isinstance(config.get("data", {}).get("partition", {}), Mapping):
-            raise TypeError("a table [data.partition]")
-        _check_compare(config.get("compare", {}))
-        record = Record(folder, dict(config), History(), {})
-        _ = record.algorithm, record.seed, record.complete, record.tuning
-        if not 0 < record.lr < math.inf:
-            raise ValueError("a learning rate, train.lr")
-        if int(config["train"]["rounds"]) > MOST:
-            raise ValueError(f"a number of rounds up to {MOST}, train.rounds")
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise BadInput(f"'{folder / 'config.json'}' is not a run's configuration: it lacks {error}") from error
-
-
-def _check_compare(section: Mapping[str, Any]) -> None:
-    """Raise an error if the comparison that a run was part of is not described as reports read it."""
-    algorithms = section.get("algorithms", [])
-    if not isinstance(algorithms, list) or not all(isinstance(name, str) for name in algorithms):
-        raise TypeError("a list of names, compare.algorithms")
-    for key in ("options", "grid"):
-        tables = section.get(key, {})
-        if not isinstance(tables, Mapping) or not all(isinstance(table, Mapping) for table in tables.values()):
-            raise TypeError(f"tables in compare.{key}")
+        _ = record.algorithm, record.lr, record.seed, record.complete, record.tuning
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise BadInput(f"'{folder / 'config.json'}' is not a run's configuration: {error!r}") from error
 
 
 def refuse_format(folder: Path, config: Mapping[str, Any], otherwise: str) -> None:
@@ -210,12 +182,11 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int
         now: the configuration of the run that is to use the folder.
         finished: how many rounds the stored run has; asking for as many or more makes no other run.
     """
-    ignored = NO_PART_OF_IDENTITY | (set() if "code" in stored else DIGESTS | EARLIER_DIGESTS)
     a, b = flatten(stored), flatten(now)
     if b["train.rounds"] >= finished:
         a["train.rounds"] = b["train.rounds"]
     for flat in (a, b):
-        for key in [key for key in flat if key in ignored or key.startswith(("compare.", "code."))]:
+        for key in [key for key in flat if key in NO_PART_OF_IDENTITY or key.startswith(("compare.", "code."))]:
             del flat[key]
         if "run.device" in flat:
             flat["run.device"] = str(flat["run.device"]).partition(":")[0]  # which of several GPUs makes no difference
@@ -314,8 +285,7 @@ def refuse_foreign(folder: Path) -> None:
     names = names_in(folder)
     foreign = [name for name in names if name not in FILES]
     if foreign or (names and not is_ours(folder)):
-        other = f"other files ('{foreign[0]}')" if foreign else "files that are not a run's"
-        holds = unreadable_config(folder) or other
+        holds = f"other files ('{foreign[0]}')" if foreign else "no config.json of lamina that can be read"
         raise BadInput(f"the folder '{folder}' holds {holds}: choose a new or an empty one with --out (out=…)")
 
 
@@ -327,17 +297,6 @@ def is_ours(folder: Path) -> bool:
         return False
 
 
-def unreadable_config(folder: Path) -> str:
-    """Return what is wrong with a folder's config.json; empty if it is sound or missing."""
-    path = folder / "config.json"
-    try:
-        if path.exists():
-            read_json(path)
-    except BadInput as error:
-        return f"a config.json that cannot be read ({error})"
-    return ""
-
-
 def check_folder(folder: Path, key: str, whose: str, *, overwrite: bool = False) -> None:
     """Refuse a folder that cannot be written to, or whose config.json lacks the key that tells what it holds."""
     check_writable(folder)
@@ -345,7 +304,6 @@ def check_folder(folder: Path, key: str, whose: str, *, overwrite: bool = False)
         return
     config = read_json(folder / "config.json") if is_ours(folder) else {}
     if key not in config:
-        holds = unreadable_config(folder) or f"other files than {whose}"
-        raise BadInput(f"the folder '{folder}' holds {holds}: choose another with --out (out=…)")
+        raise BadInput(f"the folder '{folder}' holds other files than {whose}: choose another with --out (out=…)")
     if not overwrite:
         refuse_format(folder, config, CHOOSE_ANOTHER)

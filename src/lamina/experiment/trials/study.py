@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import sqlite3
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,8 +20,7 @@ from lamina.storage.locks import Lock, Locked
 
 FILE = "study.db"
 WRITE_TIMEOUT_S = 60  # for another process to finish writing to the study
-START_AGAIN = "choose another folder with --out (out=…), or start again with --overwrite (overwrite=True)"
-RESUME_LATER = "finished trials are kept; run the same command again to resume"
+RESUME = "run the same command again to resume; if that fails, start again with --overwrite (overwrite=True)"
 
 
 def find_space(space: Mapping[str, Any]) -> dict[str, Range]:
@@ -89,12 +87,8 @@ class Study:
     def open(self, *, maximise: bool) -> None:
         """Open or create the study."""
         with self._in_a_line():
-            try:
-                options = {"connect_args": {"timeout": WRITE_TIMEOUT_S}}
-                storage = self._optuna.storages.RDBStorage(self.url, engine_kwargs=options)
-            except RuntimeError as error:  # Optuna's own words for the tables of another version
-                what = str(error).replace("$STORAGE_URL", self.url)
-                raise BadInput(f"cannot use the study '{self._folder / FILE}': {what} Or {START_AGAIN}") from error
+            options = {"connect_args": {"timeout": WRITE_TIMEOUT_S}}
+            storage = self._optuna.storages.RDBStorage(self.url, engine_kwargs=options)
             self._study = self._optuna.create_study(
                 storage=storage,
                 study_name="tune",  # Hyperband's brackets depend on it
@@ -182,13 +176,12 @@ class Study:
 
         try:
             yield
-        except (SQLAlchemyError, self._optuna.exceptions.StorageInternalError) as error:
+        # RuntimeError: the tables are of another version of Optuna
+        except (SQLAlchemyError, self._optuna.exceptions.StorageInternalError, RuntimeError) as error:
             inner = error if isinstance(error, SQLAlchemyError) else error.__cause__
             cause = getattr(inner, "orig", None) or inner or error
-            # A full disk, a lock or a read-only file may go away; a file that is not a database stays one.
-            is_temporary = isinstance(cause, sqlite3.OperationalError) and "no such" not in str(cause)
             what = f"cannot use the study '{self._folder / FILE}': {str(cause).splitlines()[0]}"
-            raise BadInput(f"{what}; {RESUME_LATER if is_temporary else START_AGAIN}") from error
+            raise BadInput(f"{what}; {RESUME}") from error
 
 
 def remove_study(folder: Path) -> None:

@@ -20,7 +20,7 @@ from lamina.experiment.runs.folder import RunFolder
 from lamina.experiment.runs.log_lines import LogLines
 from lamina.experiment.runs.records import REPLACED, Record, check_folder, read_record
 from lamina.experiment.runs.run import restore, resume_histories, train
-from lamina.experiment.runs.trackers import Trackers
+from lamina.experiment.runs.tensorboard import TensorBoard
 from lamina.experiment.trials.settings import Settings, written
 from lamina.storage.locks import Lock, lost
 from lamina.training.history import History, Row, mean, score_key, values
@@ -74,10 +74,8 @@ class Trial:
 
     @property
     def bad_endings(self) -> list[str]:
-        """Return a line for every run that diverged, ended far worse than its best round, or lost metrics."""
-        endings = [
-            record.diverged or record.history.collapse() or record.history.lost_rounds() for record in self.records
-        ]
+        """Return a line for every run that diverged."""
+        endings = [record.diverged for record in self.records]
         label, pairs = f"{self.name}, {written(self.settings)}", zip(self.records, endings, strict=True)
         return [f"{label}, seed {record.seed}: {ending}" for record, ending in pairs if ending]
 
@@ -130,7 +128,7 @@ class Trials:
         folder: the folder of all runs.
         overwrite: whether earlier runs in the folder may be deleted.
         stop: asked after every round whether to stop.
-        trackers: names of trackers that follow every run.
+        tensorboard: whether every run also writes TensorBoard's event files.
     """
 
     def __init__(
@@ -142,17 +140,18 @@ class Trials:
         *,
         overwrite: bool = False,
         stop: Callable[[], bool] = lambda: False,
-        trackers: Sequence[str] = (),
+        tensorboard: bool = False,
     ) -> None:
         kind = type(section).__name__.lower()
         check_folder(folder, key, f"those of lamina {kind}", overwrite=overwrite)  # before the data are read
-        Trackers(trackers, folder)  # names a missing package at once
+        if tensorboard:
+            TensorBoard(folder)  # names a missing package at once
         if experiment.data.validation is not None:
             raise BadInput(f"data.validation is for single runs: lamina {kind} holds out {kind}.validation by itself")
         self.experiment, self.folder = experiment, folder
         self.on_round: Callable[[Job, Row], None] = lambda job, row: None  # called after every round
         self.on_end: Callable[[Job, Record], None] = lambda job, record: None  # called for every run that has ended
-        self._section, self._overwrite, self._stop, self._trackers = section, overwrite, stop, trackers
+        self._section, self._overwrite, self._stop, self._tensorboard = section, overwrite, stop, tensorboard
         self._splits: dict[tuple[float | None, int], Splits] = {}  # by held-out fraction and seed
         self._ended: dict[Path, None] = {}  # the folders of runs that have ended
         self._lock: Lock | None = None
@@ -224,11 +223,10 @@ class Trials:
                 left: list[_Open] = []
                 for job in jobs[first : first + MAX_OPEN_RUNS]:
                     lines.about = job.folder  # whatever is logged while it is built
-                    alike = (run.simulation for run in left if _settings(run.job) == _settings(job))
-                    simulation = build(job.experiment, self._splits_of(job.experiment), like=next(alike, None))
-                    name = f"{self.folder.name}/{job.folder.relative_to(self.folder).as_posix()}"
-                    trackers, config = Trackers(self._trackers, job.folder, name), resolved(job.experiment, simulation)
-                    folder = stack.enter_context(RunFolder(job.folder, config, lines=lines, trackers=trackers))
+                    simulation = build(job.experiment, self._splits_of(job.experiment))
+                    events = TensorBoard(job.folder) if self._tensorboard else None
+                    config = resolved(job.experiment, simulation)
+                    folder = stack.enter_context(RunFolder(job.folder, config, lines=lines, tensorboard=events))
                     if folder.ended:
                         self._end(job)
                     else:

@@ -26,8 +26,7 @@ from lamina.storage.locks import Lock
 
 LINK = "federation"  # what the flwr command calls our SuperLink
 START_S, COMMAND_S = 90.0, 120.0  # for a process to come up, for a flwr command
-RETRY_S = 5.0  # between two tries to start a SuperNode again
-REFUSED_S = 75.0  # that a SuperLink may refuse the key of a SuperNode that died: seen for 55
+ASK_AGAIN_S = 5.0  # between two questions for a run's status
 NODE_ID = re.compile(r"SuperNode ID: (\d+)")
 Settings = Mapping[str, str | int | float | bool]
 
@@ -39,23 +38,15 @@ class LocalFederation:
     nodes' state is used again when the folder is: every start makes new keys and a new database.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        nodes: int,
-        *,
-        say: Callable[[str], None] = lambda line: None,
-        warn: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, nodes: int, *, say: Callable[[str], None] = lambda line: None) -> None:
         self.folder, self.count, self.port = folder.absolute(), nodes, processes.free_port()
         self.keys = keys.ServerKeys(self.folder / "keys")
         self.processes = Processes(self.folder, threads=max(1, (os.cpu_count() or 1) // nodes))
         self.node_ids: dict[int, int] = {}  # Flower's number of a node -> number of its client
         self.nodes: dict[int, Process] = {}  # by client
         self.superlink: Process | None = None
-        self._say, self._warn = say, warn or say  # what is done now; what happened to a node
+        self._say = say
         self._lock: Lock | None = None
-        self._died: dict[int, tuple[float, float]] = {}  # client -> when its node died, when to try again
 
     def __enter__(self) -> LocalFederation:
         self._umask_before = os.umask(0o077)  # only their owner may read databases, logs and records of all processes
@@ -74,8 +65,7 @@ class LocalFederation:
         """Make the keys; start the SuperLink and the nodes; wait until all have joined."""
         self._lock = Lock(keys.private_folder(self.folder))
         self.folder.chmod(0o700)  # also one from before
-        for name in ("keys", "superlink"):  # the SuperLink would refuse the nodes of the last start for a minute
-            shutil.rmtree(self.folder / name, ignore_errors=True)
+        self._delete_temporary()  # the SuperLink would refuse the nodes of the last start for a minute
         for name in ("keys", "superlink", "command", "logs", "app", *map(node_name, range(self.count))):
             keys.private_folder(self.folder / name).chmod(0o700)
         keys.make_server_keys(self.folder / "keys")
@@ -93,14 +83,15 @@ class LocalFederation:
         self.node_ids = {self._wait_for_node(client): client for client in range(self.count)}
 
     def close(self) -> None:
-        """End every process of the federation. May be called again."""
+        """End every process of the federation; the logs and the nodes' state stay. May be called again."""
         self.processes.close()
         if self._lock is not None:
+            self._delete_temporary()
             self._lock.release()
+            self._lock = None
 
-    def clean(self, *, keep_logs: bool = False) -> None:
-        """Delete what only this start needed; the nodes' state stays, because more rounds may be wanted."""
-        for name in ("app", "command", "keys", "superlink", *(() if keep_logs else ("logs",))):
+    def _delete_temporary(self) -> None:
+        for name in ("app", "command", "keys", "superlink"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def node_key(self, client: int) -> Path:
@@ -156,27 +147,12 @@ class LocalFederation:
         process = self.nodes[client]
         return int(process.wait_for(lambda: NODE_ID.search(process.output()), f"node {client}", START_S)[1])
 
-    def tend(self) -> None:
-        """Restart nodes that have ended, and raise an error if the SuperLink has; call this now and then."""
-        if self.superlink is not None and self.superlink.ended is not None:
-            raise self.superlink.failed(f"the SuperLink {self.superlink.how_it_ended}")
-        now = time.monotonic()
-        for client, process in list(self.nodes.items()):
-            if process.ended is None:
-                if client in self._died and NODE_ID.search(process.output()):
-                    self._warn(f"node {client} is back")
-                    del self._died[client]
-                continue
-            since, again = self._died.get(client, (now, now))
-            if client not in self._died:
-                self._warn(f"node {client} {process.how_it_ended}: starting it again")
-            elif now - since > REFUSED_S + START_S:
-                raise process.failed(f"node {client} {process.how_it_ended}, and does not come back")
-            if now >= again:
-                self.processes.retire(process)
-                self.start_node(client)
-                again = now + RETRY_S
-            self._died[client] = (since, again)
+    def check(self) -> None:
+        """Raise an error if the SuperLink or a node has ended; call this now and then."""
+        named = {"the SuperLink": self.superlink} | {f"node {client}": one for client, one in self.nodes.items()}
+        for name, process in named.items():
+            if process is not None and process.ended is not None:
+                raise process.failed(f"{name} {process.how_it_ended}")
 
     # --- runs --------------------------------------------------------------------------------------------------------
 
@@ -222,17 +198,16 @@ class LocalFederation:
         self.flwr("stop", str(run), LINK, "--format", "json")
 
     def wait(self, run: int, *, tick: Callable[[], None] = lambda: None, every: float = 0.5) -> dict[str, Any]:
-        """Wait until a run has ended, calling `tick` now and then, and restarting nodes that die; return its status."""
+        """Wait until a run has ended, calling `tick` now and then; return its status."""
         follower = self.follow(run)
         asked = 0.0
         while True:
             tick()
-            self.tend()
+            self.check()
             # The follower ends with the run, but also if it loses its connection, so the SuperLink is asked.
-            if follower.ended is not None and time.monotonic() - asked > RETRY_S:
+            if follower.ended is not None and time.monotonic() - asked > ASK_AGAIN_S:
                 asked = time.monotonic()
                 status = self.status(run)
-                self.processes.retire(follower)
                 if status["status"].startswith("finished"):
                     tick()
                     return status

@@ -1,4 +1,4 @@
-"""Stop the processes of a local federation when its parent exits, even after ``kill -9``.
+"""Stop the processes of a local federation when its owner closes it or exits, even after ``kill -9``.
 
 Runs as a script of its own, ``guard.py MARK``, with nothing but the standard library. Its standard input is a pipe
 whose other end only the owner holds. When that end is closed, by the owner or by the kernel, the guard ends every

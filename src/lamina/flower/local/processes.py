@@ -1,8 +1,7 @@
-"""Start processes, watch them, and end them together, whatever ends this one."""
+"""Start processes, watch them, and have a guard end them together, whatever ends this one."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
@@ -22,13 +21,11 @@ from lamina.storage.files import writing_to
 
 T = TypeVar("T")
 HOST = "127.0.0.1"
-GRACE_S = 8.0  # from SIGTERM to SIGKILL
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 QUIET = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",  # else Flower asks the network for packages
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
     "NO_PROXY": f"{HOST},localhost",
     "no_proxy": f"{HOST},localhost",
     "PYTHONUNBUFFERED": "1",
@@ -55,7 +52,6 @@ class Process:
                 start_new_session=True,
             )
         self.pid = self._child.pid  # also the id of its group
-        self._is_over = False  # the group has ended, and another process may have its id by now
 
     @property
     def ended(self) -> int | None:
@@ -90,34 +86,13 @@ class Process:
             time.sleep(0.1)
         return result
 
-    def signal(self, number: int) -> None:
-        """Send a signal to it and to its group."""
-        if not self._is_over:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, number)
-
-    def stop(self) -> None:
-        """Ask it to end, so that it ends its own helpers, wait, and kill what is left of its group."""
-        if self.ended is None:
-            self._child.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(GRACE_S)
-        self.kill()
-
-    def kill(self) -> None:
-        """Kill it and its group."""
-        self.signal(signal.SIGKILL)
-        self._child.wait()
-        self._is_over = True
-
 
 class Processes:
-    """Processes whose logs and homes are in one folder; a guard process ends them if this process is killed."""
+    """Processes whose logs and homes are in one folder; a guard process ends them, also if this process is killed."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         self.folder, self.threads = folder, threads
         self.mark = secrets.token_hex(8)  # in the environment of every process
-        self.running: list[Process] = []
         self._guard: subprocess.Popen[bytes] | None = None
 
     def start_guard(self) -> None:
@@ -135,26 +110,12 @@ class Processes:
         program = executable(command[0])
         log = self.folder / "logs" / f"{name}.log"
         with writing_to(log.parent):
-            process = Process([program, *command[1:]], log, self.environment(home))
-        self.running.append(process)
-        return process
-
-    def retire(self, process: Process) -> None:
-        """Kill what is left of a process that has ended, and forget it, because its id may be used again."""
-        process.kill()
-        if process in self.running:
-            self.running.remove(process)
+            return Process([program, *command[1:]], log, self.environment(home))
 
     def close(self) -> None:
-        """End every process, the first one (a SuperLink) after all others. May be called again."""
-        for process in self.running[1:]:
-            if process.ended is None:
-                process.signal(signal.SIGTERM)
-        for process in reversed(self.running):
-            process.stop()
-        self.running.clear()
+        """Have the guard end every process, those included that Flower has started. May be called again."""
         if self._guard is not None:
-            self._guard.communicate()  # closes its input: it ends what has escaped, and itself
+            self._guard.communicate()  # closes its input
             self._guard = None
 
     def environment(self, home: str) -> dict[str, str]:

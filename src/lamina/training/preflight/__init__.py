@@ -89,7 +89,6 @@ def check_run(
         metrics.check_metrics(run, chosen or ())
     else:
         check_evaluation(objective, test, chosen)
-        targets.warn_of_unseen_classes(objective.loss, train, test)
     state = algorithm.client_init(objective.start, objective.layers)
     if plan.clients.reallocation is not None and any(value is not None for value in state):
         log.warning("clients keep state between rounds, but 'reallocate' gives them other data in every round")

@@ -13,7 +13,6 @@ from torch import Tensor
 from lamina.base import rng
 from lamina.base.dispatch import WatchingMode
 from lamina.data.dataset import Dataset
-from lamina.models.allocation import LargestActivation
 from lamina.objective.losses import is_user_defined
 from lamina.objective.objective import Objective
 from lamina.training.evaluation import EVALUATION_BATCH, as_batch
@@ -92,6 +91,20 @@ class DryRun:
         """The samples as metrics see them, in evaluation mode."""
         with torch.no_grad():
             return as_batch(self.objective, self.evaluation.outputs, self.targets, self.data.classes)
+
+
+class LargestActivation(WatchingMode):  # type: ignore[no-untyped-call]
+    """A context that records the largest tensor with a row per sample, in bytes per sample."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.samples, self.bytes = samples, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dim() > 1 and len(result) == self.samples:
+            self.bytes = max(self.bytes, result.numel() * result.element_size() // self.samples)
+        return result
 
 
 class Pairs(WatchingMode):  # type: ignore[no-untyped-call]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import logging
 import re
 
@@ -15,10 +13,9 @@ from lamina.base.errors import BadInput, where_it_failed
 from lamina.base.limits import in_bytes
 from lamina.data.dataset import Dataset
 from lamina.objective.batch import map_batch, tensors
-from lamina.objective.fingerprint import module_difference
 from lamina.objective.objective import Objective
 from lamina.rounds.plan import Plan
-from lamina.training.preflight.dry_run import DryRun, Pass
+from lamina.training.preflight.dry_run import DryRun
 
 log = logging.getLogger(__name__)
 
@@ -100,24 +97,14 @@ def check_buffers(run: DryRun) -> None:
 
 def warn_of_state(run: DryRun) -> None:
     """Warn of a model whose passes depend on earlier ones, other than by its buffers."""
-    for (first, second), train in zip(run.repetitions, (True, False), strict=True):
+    for first, second in run.repetitions:
         one, two = first.outputs, second.outputs
         if one.shape != two.shape or not torch.allclose(one, two, rtol=1e-3, equal_nan=True):
-            cause = _changing_attribute(run, train)
-            why = f", because its forward pass changes {cause}" if cause else ""
-            advice = "clients share this state, and no checkpoint holds it; keep it in a buffer, written in place"
-            log.warning("the model's outputs for one batch differ from call to call%s: %s", why, advice)
+            log.warning(
+                "the model's outputs for one batch differ from call to call: clients share this state, and no "
+                "checkpoint holds it; keep it in a buffer, written in place"
+            )
             return
-
-
-def _changing_attribute(run: DryRun, train: bool) -> str:
-    """Return the attribute of the module that a pass changes, or an empty string if none is found."""
-    module = run.objective.seeded
-    with contextlib.suppress(Exception):  # of an attribute that cannot be copied
-        before = copy.deepcopy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
-        Pass(run, train)
-        return module_difference(before, module, strict=False)
-    return ""
 
 
 def check_lone_samples(objective: Objective, data: Dataset, plan: Plan) -> None:

