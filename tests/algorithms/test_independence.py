@@ -43,7 +43,7 @@ def tensors(state: Any) -> dict[str, torch.Tensor]:
 def test_order_of_the_cohort_changes_nothing(name: str, given: Any) -> None:
     """The server sees a mean: running the same clients of a round in another order gives the same states."""
     straight = simulate(make(name, given), engine="stacked")
-    shuffled = simulate(make(name, given), engine=straight)
+    shuffled = simulate(make(name, given), engine="stacked")
     for r in range(1, 4):
         straight.run(1)
         plan = straight.plan.round(r)
