@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
-from lamina.base.errors import Diverged
+from lamina.base.errors import BadInput, Diverged
 from lamina.data.dataset import Dataset
 from lamina.data.parts import Indices
 from lamina.engines.devices import arithmetic
@@ -32,7 +32,7 @@ from lamina.engines.loop import FIXED_CHUNK, Loop
 from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.apart import Apart
 from lamina.engines.stacked.feed import BatchFeed
-from lamina.engines.stacked.forward import CapturedForward, Forward
+from lamina.engines.stacked.forward import CapturedForward, Forward, StackedForward
 from lamina.engines.stacked.graphs import Graphs
 from lamina.engines.stacked.independence import parts_of
 from lamina.engines.stacked.memory import Memory
@@ -132,6 +132,8 @@ class Stacked:
     def run_members(self, members: Sequence[Member], ahead: PlanAhead | None = None) -> list[Outcome]:
         """Run the same round of several experiments that differ in numbers and seeds; each ends as if it ran alone."""
         ranks = Ranks.current()
+        if ranks.world > 1 and not isinstance(self.protocol.aggregation, Mean):
+            raise BadInput("a robust aggregation needs all uploads in one process: run it without torchrun")
         now = RoundInProgress(members, self.feed.rows(members), ahead)
         needs = members[0].algorithm.needs(members[0].plan.number)
         needs_gradients = needs.full_gradient or needs.control_variate
@@ -151,7 +153,6 @@ class Stacked:
         if ranks.world > 1:
             layouts = [self._empty_upload(member, down) for member, down in zip(members, now.downs, strict=True)]
             ranks.combine(now.sums, layouts, now.failed)
-            ranks.share_uploads(now.sums, layouts, now.failed, [len(member.plan.cohort) for member in members])
         return [self._close(now, e) for e in range(len(members))]
 
     def _run(self, chunks: list[list[Row]], work: Callable[[list[Row]], None]) -> None:
@@ -293,6 +294,7 @@ class Stacked:
         """Return the local state after all steps, and the sum of every row's losses."""
         if self.graphs is not None:
             return self.graphs.train(problem, work, filled)
+        assert isinstance(problem.forward, StackedForward)
         problem.forward.announce(lone_sample=not problem.summed and bool((filled == 1).any()))
         return train(problem, self.parts, work)
 
@@ -413,12 +415,12 @@ class Stacked:
     def _mean_gradient(self, now: RoundInProgress, e: int, ranks: Ranks) -> Tensor:
         """Return the full gradients of a member's clients, combined as its uploads are."""
         member, rows = now.members[e], [row for row in now.rows if row.member == e]
-        mean = torch.zeros_like(member.state.server.x)
         if isinstance(self.protocol.aggregation, Mean):
+            mean = torch.zeros_like(member.state.server.x)
             for row in rows:
                 mean = mean + row.weight * now.gradients[row]
             return self._to_usual_order(ranks.add(mean))
-        vectors = ranks.gather({row.c: now.gradients[row] for row in rows}, mean, len(member.plan.cohort))
+        vectors = [now.gradients[row] for row in sorted(rows, key=lambda row: row.c)]
         weights = client_weights(member.plan, member.protocol.by_examples)
         return self._to_usual_order(combine_vectors(self.protocol.aggregation, vectors, weights))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,35 +27,8 @@ from lamina.objective.objective import Buffers, Objective
 Parameters = Mapping[str, Tensor]  # by name, each [C, ...]
 
 
-class Forward(Protocol):
-    """The forward pass of C clients with their own parameters, each on its own batch of B samples."""
-
-    name: str
-    precision: Precision
-    layout: ChannelsLast | None  # the order of the vectors' elements; None: the order of the module's parameters
-
-    def announce(self, lone_sample: bool) -> None:
-        """Set whether some client's next batch holds a single sample, which BatchNorm refuses."""
-        ...
-
-    def rounds(self, name: str, parameter: Tensor) -> bool:
-        """Return whether the pass uses a parameter [C, ...] in bfloat16; the rows keep it in float32."""
-        ...
-
-    def losses(
-        self, parameters: Parameters, buffers: Buffers, inputs: Inputs, targets: Tensor, mask: Tensor | None,
-        *, train: bool, streams: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Return the losses of all samples [C, B].
-
-        `buffers` ([C, ...] each) are updated in place in training mode. `streams` [C] are the random streams of the
-        dropout masks; the default is stream 0.
-        """
-        ...
-
-
 class StackedForward:
-    """A forward pass with stacked layers, and clients folded into the batch."""
+    """The forward pass of C clients with their own parameters, each on its own batch of B samples, as one batch."""
 
     name = "stacked"
 
@@ -86,19 +58,26 @@ class StackedForward:
             use_kernels(self.module, kernels, "tf32x3" if self.precision == "fp32" else "tf32")
 
     def announce(self, lone_sample: bool) -> None:
-        """See `Forward`."""
+        """Set whether some client's next batch holds a single sample, which BatchNorm refuses."""
         for layer in self.batch_norms:
             layer.lone_sample = lone_sample  # type: ignore[assignment]
 
     def rounds(self, name: str, parameter: Tensor) -> bool:
-        """Return whether this is a matrix or a kernel, and bf16 the precision; biases and scales of norms stay."""
+        """Return whether the pass uses a parameter [C, ...] in bfloat16, as it does matrices and kernels in bf16.
+
+        The rows keep all parameters in float32.
+        """
         return self.precision == "bf16" and parameter.dim() > 2 and parameter.is_floating_point()
 
     def losses(
         self, parameters: Parameters, buffers: Buffers, inputs: Inputs, targets: Tensor, mask: Tensor | None,
         *, train: bool, streams: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the losses of all samples [C, B]."""
+        """Return the losses of all samples [C, B].
+
+        `buffers` ([C, ...] each) are updated in place in training mode. `streams` [C] are the random streams of the
+        dropout masks; the default is stream 0.
+        """
         clients, batch = targets.shape[:2]
         args, kwargs = arguments(map_batch(self._folded, inputs))
         self.objective.set_mode(self.module, train)
@@ -149,25 +128,9 @@ class CapturedForward:
         self._rounded = {f"{name}.{own}" if name else own for layer, name in of_layers for own in layer._parameters}
         self._rounded -= objective.tied  # other layers may use them in another way
 
-    def announce(self, lone_sample: bool) -> None:
-        """Do nothing: torch itself refuses a batch of one sample."""
-
     def rounds(self, name: str, parameter: Tensor) -> bool:
         """Return whether autocast rounds this parameter whenever it is used, so that it can be done once a step."""
         return name in self._rounded
-
-    def losses(
-        self, parameters: Parameters, buffers: Buffers, inputs: Inputs, targets: Tensor, mask: Tensor | None,
-        *, train: bool, streams: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Return the losses of all samples [1, B]; no batch is padded here."""
-        (own, own_buffers), own_inputs = _only_client(parameters, buffers), map_batch(_squeezed, inputs)
-        autocast = self.objective.autocasts
-        outputs = self.objective.outputs_at(
-            own, own_buffers, own_inputs, train=train, streams=streams, autocast=autocast
-        )
-        losses: Tensor = self.objective.loss(outputs, targets.squeeze(0))
-        return losses.unsqueeze(0)
 
     def gradients(
         self, parameters: Parameters, buffers: Buffers, inputs: Inputs, targets: Tensor,
@@ -190,6 +153,9 @@ ROUNDED_BY_AUTOCAST = (
     nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear, nn.MultiheadAttention,
     nn.Conv1d, nn.Conv2d, nn.Conv3d,
 )  # fmt: skip
+
+
+Forward = StackedForward | CapturedForward
 
 
 def _only_client(*records: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

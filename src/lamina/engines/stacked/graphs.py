@@ -24,6 +24,7 @@ from torch import Tensor
 from lamina.algorithms.contract import Number
 from lamina.algorithms.declaration import options
 from lamina.data.parts import Indices
+from lamina.engines.stacked.forward import StackedForward
 from lamina.engines.stacked.gpu.launch import compile_ahead, recording
 from lamina.engines.stacked.independence import number_options
 from lamina.engines.stacked.layers.convolution import kernels_for, wait_for_kernels
@@ -54,6 +55,7 @@ class Graphs:
             filled: how many samples the batches have [rows, K]; BatchNorm refuses one sample while a step is captured.
         """
         lone_sample = not problem.summed and bool((filled == 1).any())
+        assert isinstance(problem.forward, StackedForward)
         problem.forward.announce(lone_sample)
         kind = (problem.summed, lone_sample, structure(work))
         steps = self._captured.get(kind)

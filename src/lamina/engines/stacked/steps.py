@@ -18,7 +18,7 @@ from torch import Tensor
 from lamina.algorithms.contract import Number
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment, training_inputs
-from lamina.engines.stacked.forward import CapturedForward, Forward
+from lamina.engines.stacked.forward import CapturedForward, Forward, StackedForward
 from lamina.engines.stacked.independence import join, split
 from lamina.engines.stacked.side_stream import differentiate
 from lamina.engines.state import copy_buffers
@@ -148,6 +148,7 @@ class StackedObjective:
 
     def mean_losses(self, parameters: Mapping[str, Tensor], buffers: Buffers, batch: Batches) -> Tensor:
         """Return every row's mean loss over the real samples of its batch [rows]; their sum if `summed`."""
+        assert isinstance(self.forward, StackedForward)
         x, y = self._samples(batch)
         counts = batch.counts
         mask = None if counts is None else torch.arange(y.shape[1], device=y.device) < counts.unsqueeze(1)
