@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lamina.data.parts import Indices
 from lamina.engines.stacked.graphs import CapturedSteps, captured, free_graphs, structure
+from lamina.engines.stacked.layers.attention_masks import unread_masks
 from lamina.engines.stacked.probe import reads_values
 from lamina.engines.stacked.rows import map_record
 from lamina.engines.stacked.steps import LocalWork, StackedObjective
@@ -33,7 +34,8 @@ def why_not_captured(objective: Objective, sample: tuple[Inputs, Tensor]) -> str
     buffers = copy_buffers(objective.buffers)
 
     def step() -> None:
-        objective.gradient_at(parameters, buffers, inputs, targets, streams=objective.streams_or_zeros(None, 1))
+        with unread_masks():
+            objective.gradient_at(parameters, buffers, inputs, targets, streams=objective.streams_or_zeros(None, 1))
 
     try:
         if reads_values(step):

@@ -142,9 +142,10 @@ class CapturedForward:
         """
         (own, own_buffers), own_inputs = _only_client(parameters, buffers), map_batch(_squeezed, inputs)
         weights = None if train else torch.ones(targets.shape[1], dtype=self.objective.dtype, device=targets.device)
-        gradients, loss = self.objective.gradient_at(
-            own, own_buffers, own_inputs, targets.squeeze(0), train=train, streams=streams, weights=weights
-        )
+        with unread_masks():
+            gradients, loss = self.objective.gradient_at(
+                own, own_buffers, own_inputs, targets.squeeze(0), train=train, streams=streams, weights=weights
+            )
         return {name: gradient.unsqueeze(0) for name, gradient in gradients.items()}, loss.unsqueeze(0)
 
 
