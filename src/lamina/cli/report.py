@@ -24,17 +24,13 @@ def report(
     figures: Annotated[
         Path | None, typer.Option("--figures", help="also a folder of figures (PDF, SVG, PNG) and tables (CSV)")
     ] = None,
-    read_data: Annotated[
-        bool,
-        typer.Option("--read-data", help="also open the data files that the runs name, to show who held which samples"),
-    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Write curves, tables, learning rates and configurations of runs as one page that opens anywhere."""
     from lamina.report.build import build
     from lamina.report.save import save_files, save_page
 
-    contents = build(folders, targets=targets or [], title=title, read_data=read_data)
+    contents = build(folders, targets=targets or [], title=title)
     save_page(contents, out_file)
     files = save_files(contents, figures) if figures is not None else []
     for line in contents.notes:

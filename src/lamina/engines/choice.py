@@ -31,8 +31,8 @@ UNCONTROLLED = (
     "activation checkpointing or in torch.func): use nn.Dropout or F.dropout(…, training=self.training) elsewhere"
 )
 ENGINES = ("auto", "stacked", "captured", "loop")
-FEW_CLIENTS = 32  # of a round: with more, a recurrent layer is faster stacked
-MANY_GROUPS = 1_000  # of a network's grouped convolutions: with fewer, they are faster stacked
+FEW_CLIENTS = 32  # of a round: with more, every model that can be stacked is faster stacked
+LARGE = 1_000_000  # parameters of a network with BatchNorm: with fewer, it is faster stacked
 Engine = Loop | Stacked
 log = logging.getLogger(__name__)
 
@@ -145,12 +145,14 @@ def _why_apart(module: nn.Module, cohort: int) -> str:
 
     Measured on an H200: docs/explanation/engines.md has the figures.
     """
+    if cohort > FEW_CLIENTS:
+        return ""
     trained = [m for m in module.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
-    if cohort <= FEW_CLIENTS and any(isinstance(layer, nn.RNNBase) for layer in trained):
+    if any(isinstance(layer, nn.RNNBase) for layer in trained):
         return "cuDNN computes all time steps of a recurrent layer at once"
-    convolutions = [layer for layer in trained if isinstance(layer, nn.modules.conv._ConvNd)]
-    if sum(layer.groups for layer in convolutions if layer.groups > 1) >= MANY_GROUPS:
-        return "its grouped convolutions are slower stacked"
+    size = sum(parameter.numel() for parameter in module.parameters())
+    if size >= LARGE and any(isinstance(layer, nn.BatchNorm2d | nn.BatchNorm3d) for layer in trained):
+        return "BatchNorm of large images or networks is slower stacked"
     return ""
 
 

@@ -24,9 +24,8 @@ from pydantic_core import PydanticCustomError
 
 from lamina.base.errors import BadInput, is_whole, nearest, short_repr
 from lamina.base.limits import LEAST_SEED, MOST, MOST_BATCH, MOST_SEED, MOST_SEEDS, MOST_THREADS
-from lamina.base.paths import checked_path
 from lamina.experiment.objects import Objects
-from lamina.experiment.sections import Data, Fraction, Named, PathText, default_name
+from lamina.experiment.sections import Data, Fraction, Named, default_name
 from lamina.experiment.toml import read_tree, set_keys
 from lamina.objective.losses import LOSSES
 from lamina.rounds.settings import TrainSettings
@@ -119,7 +118,7 @@ class Run(_Section):
     diagnostics: list[str] | None = None  # in the rounds that are evaluated
     checkpoint_every: AtLeastOne = 1  # rounds
     accept_changed_code: bool = False  # resume a run although the user's code has changed
-    out: PathText | None = None  # None: runs/<file>-<algorithm>-seed<seed>
+    out: str | None = None  # None: runs/<file>-<algorithm>-seed<seed>
 
 
 class Tried(BaseModel):
@@ -222,8 +221,7 @@ class Experiment(_Section):
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     """Read and validate an experiment file, with ``section.key=value`` overrides applied first."""
-    path = checked_path(path, "the experiment file")
-    return parse(set_keys(read_tree(path), dict(map(parse_override, overrides))), source=str(path))
+    return parse(set_keys(read_tree(Path(path)), dict(map(parse_override, overrides))), source=str(path))
 
 
 def parse(tree: Mapping[str, Any], source: str = "experiment") -> Experiment:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from lamina.base.errors import BadInput, is_number, is_whole
 from lamina.base.limits import MOST_CLIENTS
-from lamina.base.paths import checked_path
 from lamina.base.registry import field_values
 from lamina.data.feed import Augment, Fill
 from lamina.data.readers import sources
@@ -39,12 +38,6 @@ def _heldout_clients(value: Any) -> Any:
 HeldoutClients = Annotated[float | list[int] | list[str], PlainValidator(_heldout_clients)]
 
 
-def _as_path(text: str) -> str:
-    checked_path(text, "the value")  # its error is a ValueError, which pydantic reports
-    return text
-
-
-PathText = Annotated[str, AfterValidator(_as_path)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -76,7 +69,7 @@ class Data(Named):
     model_config = ConfigDict(allow_inf_nan=False, strict=True)
 
     name: str = "digits"
-    dir: PathText | None = None
+    dir: str | None = None
     # None: 10, or as many as the column names (by-column)
     clients: Annotated[int, Field(ge=1, le=MOST_CLIENTS)] | None = None
     client: str | None = None  # the column of natural clients, which are the partition unless another is given

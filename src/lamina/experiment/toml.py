@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from lamina.base.errors import BadInput
-from lamina.base.paths import checked_path
 from lamina.experiment.sections import DEFAULT_NAMES, Data
 
 Tree = dict[str, Any]
@@ -32,7 +31,7 @@ def read_tree(path: Path, chain: tuple[Path, ...] = ()) -> Tree:
     chain = (*chain, path.resolve())
     merged: Tree = {}
     for base in bases:
-        file = checked_path(path.parent / base, "extends")
+        file = path.parent / base
         if file.resolve() in chain:
             raise BadInput(f"{path}: extends '{base}', which extends this file again")
         if not file.is_file():

@@ -20,7 +20,6 @@ from lamina.storage.files import writing_to
 # Every start of the server numbers its tasks from a block of its own. So a server that was killed after its last
 # checkpoint never uses a number twice, and nodes can refuse a number that is not larger than all before it.
 TASKS_PER_START = 2**32
-MAX_STARTS = 2**31 - 1  # so that numbers fit Flower's signed 64-bit integers
 IN_JOURNAL = ("round", "attempt", "complete", "took_part", "missing", "refused", "notes")
 
 
@@ -115,15 +114,10 @@ class Memory(BaseModel):
 def count_start(folder: Path, last_task: int) -> int:
     """Count one more start of the server, and return the number before the one of its first task.
 
-    `last_task` is the last number that the checkpoint knows of; it counts if ``starts`` was lost or damaged.
+    `last_task` is the last number that the checkpoint knows of; it counts if ``starts`` was lost.
     """
     path = folder / "starts"
-    try:
-        starts = int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        starts = 0
-    if not 0 <= starts < MAX_STARTS:
-        starts = 0
+    starts = int(path.read_text(encoding="ascii")) if path.exists() else 0
     start = max(starts, last_task // TASKS_PER_START) + 1
     with writing_to(folder):
         write_file(path, f"{start}\n".encode())

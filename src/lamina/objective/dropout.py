@@ -246,16 +246,20 @@ LAYERS: dict[type[nn.Module], type[FromStreams]] = {
 
 
 def with_streams(module: nn.Module) -> tuple[nn.Module, list[FromStreams]]:
-    """Return the module with dropout from streams, and those layers; a copy with the same tensors if there are any.
+    """Return the module with dropout from streams, and those layers; a copy with the same tensors if it is changed.
 
-    Subclasses of torch's layers, and functions that a module's forward calls, are left to `FunctionalDropout`.
+    Embeddings with sparse gradients get dense ones of the same value. Subclasses of torch's layers, and functions that
+    a module's forward calls, are left to `FunctionalDropout`.
     """
-    if not any(_draws(layer) for layer in module.modules()):
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    if not any(_draws(layer) or (isinstance(layer, embeddings) and layer.sparse) for layer in module.modules()):
         return module, []
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
     module = copy.deepcopy(module, dict(tensors))
     layers: list[FromStreams] = []
     for layer in module.modules():
+        if isinstance(layer, embeddings):
+            layer.sparse = False
         if _draws(layer):
             layer.__class__ = LAYERS[type(layer)]  # type: ignore[assignment]
             assert isinstance(layer, FromStreams)

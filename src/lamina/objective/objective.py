@@ -69,7 +69,6 @@ class Objective:
         # without running statistics, a sample's output depends on the samples it is evaluated with
         self.evaluates_by_batch = any(norm.running_mean is None for norm in norms)
         self._other_names = _other_names(module)
-        self._gives_sparse_gradients = any(getattr(m, "sparse", False) is True for m in module.modules())
         self._has_rnn = any(isinstance(m, nn.RNNBase) for m in module.modules())
         self.autocasts = False  # whether gradients are computed in bfloat16, as far as torch.autocast does that
 
@@ -235,8 +234,6 @@ class Objective:
         targets: Tensor, train: bool, streams: Tensor | None, weights: Tensor | None,
     ) -> tuple[Sequence[Tensor], Tensor]:  # fmt: skip
         """Return the gradients with respect to the leaves that the parameters are made of, and the loss."""
-        if self._gives_sparse_gradients:
-            parameters = {n: _WithDenseGradient.apply(p) for n, p in parameters.items()}  # type: ignore[no-untyped-call]
 
         def differentiate(outputs: Tensor) -> tuple[Sequence[Tensor], Tensor]:
             losses = self.loss(outputs, targets)
@@ -309,18 +306,6 @@ class _Pass(nn.Module):
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Any:
         return self.function(*args, **kwargs)
-
-
-class _WithDenseGradient(torch.autograd.Function):
-    """The parameter as it is; a sparse gradient (`nn.Embedding(sparse=True)`) becomes a dense one of the same value."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor) -> Tensor:
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.to_dense() if grad.is_sparse else grad
 
 
 def _on_device(loss: Loss, like: Tensor) -> Loss:

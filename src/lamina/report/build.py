@@ -1,43 +1,24 @@
-"""Read run folders and work out what a report says about them, and how their data were split."""
+"""Read run folders and work out what a report says about them."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lamina.base.errors import BadInput, LaminaError
+import numpy as np
+
+from lamina.base.errors import BadInput
 from lamina.base.text import listed, plural
-from lamina.data.partitions import Reallocate, label_counts, split_dataset
-from lamina.data.parts import Labels, Parts
-from lamina.data.readers import sources
-from lamina.experiment.build import build_partition, count_clients
-from lamina.experiment.config import parse
-from lamina.experiment.runs.records import Record, find_records
+from lamina.experiment.runs.records import Record, find_records, read_json
 from lamina.experiment.trials.trials import Trial
 from lamina.report import tables
 from lamina.report.curves import folder_name, group, text, without_repeats
 from lamina.report.rates import Response, rates_table, responses
-from lamina.storage.identity import splits_digest
 from lamina.training.metrics import is_percent
 
-
-@dataclass(frozen=True)
-class Dealt:
-    """The samples of every client."""
-
-    title: str
-    parts: Parts
-    labels: Labels | None
-
-    @property
-    def counts(self) -> list[list[int]]:
-        """Samples as [clients][classes], or a single column of sizes if there are no classes."""
-        if self.labels is None:
-            return [[len(part)] for part in self.parts]
-        return label_counts(self.parts, self.labels).tolist()  # type: ignore[no-any-return]
+Dealt = tuple[str, list[list[int]]]  # how data were split: in words, and samples as [clients][classes]
 
 
 @dataclass(frozen=True)
@@ -69,21 +50,13 @@ class Report:
         return [table for table in every if table.rows]
 
 
-def build(
-    folders: Sequence[Path],
-    *,
-    targets: Sequence[float] = (),
-    title: str | None = None,
-    read_data: bool = False,
-) -> Report:
+def build(folders: Sequence[Path], *, targets: Sequence[float] = (), title: str | None = None) -> Report:
     """Return the report of some runs.
 
     Args:
         folders: Run folders, or folders that contain run folders, at any depth.
         targets: Values of the first metric to reach on the test data; by default chosen from the accuracies.
         title: The heading; by default a description of the data.
-        read_data: Read the data of the runs, to show how they were split. Their configurations say which files are
-            opened, so the folders must be from somebody you trust.
     """
     runs, notes = without_repeats(find_records(folders))
     final = [run for run in runs if not run.tuning] or runs  # tuning runs are shown if there are no others
@@ -107,57 +80,26 @@ def build(
     judged = sorted({history.metric for curve in curves for history in curve.histories if len(history)} - {metric})
     if judged:
         notes.append(f"some runs have another first metric ({listed(judged)}), but all are judged by '{metric}' here")
-    dealt, missing = deal_again(curves) if read_data else ([], [])
+    firsts = [curve.records[0] for curve in curves]
+    dealt = [read_partition(run) for run in firsts if (run.folder / "partition.json").exists()]
     return Report(
         title or " · ".join(list(data)[:3]) + (" …" if len(data) > 3 else ""),
         curves,
         tuned,
-        dealt,
+        [one for i, one in enumerate(dealt) if one not in dealt[:i]],
         sorted(set(targets)) or tables.default_targets(curves),
         next((index for index, curve in enumerate(curves) if curve.records[0].algorithm == "fedavg"), 0),
-        notes + missing,
+        notes,
     )
 
 
-# --- the partition, recomputed from a run's configuration -------------------------------------------------------------
-
-
-def deal_again(curves: Sequence[Trial]) -> tuple[list[Dealt], list[str]]:
-    """Return the distinct partitions of the curves' first seeds, and a line for each that cannot be recomputed."""
-    distinct: dict[str, Record] = {}
-    for run in (curve.records[0] for curve in curves):
-        data = {key: value for key, value in run.config.get("data", {}).items() if key != "dir"}
-        distinct.setdefault(json.dumps([data, run.seed], sort_keys=True, default=str), run)
-    dealt, lines = [], []
-    for run in distinct.values():
-        try:
-            dealt.append(_deal(run))
-        except LaminaError as error:
-            lines.append(f"the partition of {describe_data(run)} is not shown: {error}")
-    return dealt, lines
-
-
-def _deal(run: Record) -> Dealt:
-    data = run.config["data"]
-    if "name" not in data:
-        raise BadInput("the configuration names no data")
-    if "content" in data or "content" in data.get("partition", {}):
-        raise BadInput("the data or the partition were passed from Python as objects")
-    if ":" in str(data["name"]):
-        raise BadInput(f"a report does not run your function {data['name']}")
-    needed = {key: value for key, value in data.items() if key != "validation" and not key.startswith("augment")}
-    experiment = parse({"data": needed, "train": {"seed": run.seed}}, source=folder_name(run))
-    partition = build_partition(experiment)
-    section = experiment.data
-    train, test = sources.load(  # a report uses no network
-        section.name, section.dir, hub=False, client=section.client, **section.options()
-    )
-    digest = run.config.get("data_digest")
-    if digest is not None and not run.on_validation_data and digest != splits_digest(train, test, partition):
-        raise BadInput("the data have changed since the run")
-    parts = split_dataset(partition, train, count_clients(experiment), run.seed)
-    every_round = "; split again in every round: this is an example" if isinstance(partition, Reallocate) else ""
-    return Dealt(f"{describe_data(run)}, seed {run.seed}{every_round}", parts, train.labels)
+def read_partition(run: Record) -> Dealt:
+    """Return how the data of a run were split among its clients."""
+    stored = read_json(run.folder / "partition.json")
+    counts = np.array(stored["class_counts"], np.int64)  # the page shows numbers only, whoever wrote the file
+    is_example = run.config["data"].get("partition", {}).get("name") == "reallocate"
+    every_round = "; split again in every round: this is an example" if is_example else ""
+    return f"{describe_data(run)}, seed {run.seed}{every_round}", counts.tolist()
 
 
 def describe_data(run: Record) -> str:

@@ -286,9 +286,12 @@ def report_figures(report: Report) -> Iterator[tuple[str, Figure]]:
             yield f"{column}-by-{axis}", curve_figure(report.curves, metric, axis)
     if report.responses:
         yield "learning-rates", rates_figure(report.responses)
-    for number, partition in enumerate(report.dealt, 1):
+    for number, (title, counts) in enumerate(report.dealt, 1):
         name = f"partition-{number}" if len(report.dealt) > 1 else "partition"
-        yield name, partition_picture(partition.parts, partition.labels, title=partition.title)
+        # the picture does not depend on which samples a client holds: number them client by client, class by class
+        labels = np.tile(np.arange(len(counts[0])), len(counts)).repeat(np.ravel(counts))
+        parts = np.split(np.arange(len(labels)), np.cumsum(np.sum(counts, axis=1))[:-1])
+        yield name, partition_picture(parts, labels, title=title)
 
 
 @matplotlib.rc_context(STYLE)

@@ -81,7 +81,7 @@ def page_data(report: Report) -> dict[str, Any]:
             }
             for response in report.responses
         ],
-        "partitions": [{"title": one.title, "counts": one.counts} for one in report.dealt],
+        "partitions": [{"title": title, "counts": counts} for title, counts in report.dealt],
     }
 
 

@@ -119,8 +119,8 @@ class Training:
         warn_of_padding(self.train_data)
         self.test_data = None if test is None else with_mask(match(test, train), module).to(device)
         check_settings(protocol, self.train_data)
-        dealt = deal(self.train_data, clients, partition, protocol.seed)
-        self.reserved = reserve(dealt, heldout_clients, local_test, protocol.seed)
+        self.all_clients = deal(self.train_data, clients, partition, protocol.seed)
+        self.reserved = reserve(self.all_clients, heldout_clients, local_test, protocol.seed)
         self.plan = Plan(self.reserved.training, protocol)  # makes a `RoundPlan` for each round
 
         # the evaluation and the engine

@@ -125,7 +125,7 @@ def test_the_published_cifar10():
     places = [base / release.folder for release in cifar.CIFAR10.releases for base in (root, root / "cifar10")]
     if not any(place.exists() for place in places):
         pytest.skip(f"no unpacked cifar10 in {root}")
-    train, test = load("cifar10", root, hub=False)
+    train, test = load("cifar10", root)
     assert (train.x.shape, test.x.shape) == ((50000, 3, 32, 32), (10000, 3, 32, 32))
     assert train.y.bincount().tolist() == [5000] * 10
     assert train.y[:5].tolist() == [6, 9, 9, 4, 1]

@@ -89,7 +89,7 @@ def test_the_published_idx_sets(name, firsts):
     root = published_data()
     if not (root / name).is_dir():
         pytest.skip(f"no {name} in {root}")
-    train, test = load(name, root, hub=False)
+    train, test = load(name, root)
     assert (train.x.shape, test.x.shape) == ((60000, 1, 28, 28), (10000, 1, 28, 28))
     assert train.y[:5].tolist() == firsts
     scaled = train.x.double() / 255

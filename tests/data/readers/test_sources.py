@@ -33,13 +33,12 @@ def test_unknown_names_are_answered_with_the_nearest():
 @pytest.mark.parametrize("name", [name for name in SOURCES if name != "digits"])
 def test_missing_files_are_named_with_every_way_out(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if not installed
-    for hub in (True, False):
-        with pytest.raises(BadInput) as refused:
-            load(name, tmp_path, hub=hub)
-        text = one_line(refused)
-        for part in (str(tmp_path), "LAMINA_DATA", ".[hub]", SOURCES[name].files, "(from http"):
-            assert part in text
-        assert "md5" not in text  # said of a file that is wrong, not of one that is not there
+    with pytest.raises(BadInput) as refused:
+        load(name, tmp_path)
+    text = one_line(refused)
+    for part in (str(tmp_path), "LAMINA_DATA", ".[hub]", SOURCES[name].files, "(from http"):
+        assert part in text
+    assert "md5" not in text  # said of a file that is wrong, not of one that is not there
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if name != "digits"])
@@ -89,10 +88,8 @@ def test_the_hub_is_asked_when_there_are_no_files(tmp_path, fake_hub):
     assert (test.name, test.mean) == ("cifar100", cifar.CIFAR100.mean)
 
 
-def test_the_hub_is_left_alone_when_not_needed_or_not_wanted(tmp_path, fake_hub):
+def test_the_hub_is_left_alone_when_not_needed(tmp_path, fake_hub):
     load("digits", tmp_path)
-    with pytest.raises(BadInput, match="hub is switched off"):
-        load("mnist", tmp_path, hub=False)
     assert fake_hub.asked == []
 
 

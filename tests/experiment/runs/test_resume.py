@@ -169,25 +169,6 @@ def test_checkpoints_of_every_third_round(here, capsys):
     assert_same("whole", "r")
 
 
-@pytest.mark.long
-def test_slow_writing_of_checkpoints_is_reported_once(here, capsys, monkeypatch):
-    save = Checkpoints.save
-
-    def slow(*arguments):
-        time.sleep(0.2)
-        save(*arguments)
-
-    monkeypatch.setattr(Checkpoints, "save", slow)
-    monkeypatch.setattr(running, "SLOW_WRITING_SECONDS", 0.3)
-    assert call(*command("a", rounds=6)) == 0
-    printed = capsys.readouterr().err
-    assert printed.count("raise run.checkpoint_every, which is 1") == 1
-    assert printed.startswith("warning: writing checkpoints takes ")
-    monkeypatch.setattr(running, "SLOW_WRITING_SECONDS", 20.0)
-    assert call(*command("b", rounds=6)) == 0
-    assert "checkpoint_every" not in capsys.readouterr().err
-
-
 def test_a_folder_of_another_format_is_refused(half, capsys):
     config = json.loads((half / "config.json").read_text())
     for format_ in (0, None, 99):

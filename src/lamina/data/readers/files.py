@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 
 from lamina.base.errors import BadInput
-from lamina.base.paths import checked_path
 from lamina.data.dataset import Dataset, Splits
 
 ENVIRONMENT_VARIABLE = "LAMINA_DATA"
@@ -117,7 +116,7 @@ def data_directory(given: str | os.PathLike[str] | None = None, expected: str = 
     named = given if given is not None else os.environ.get(ENVIRONMENT_VARIABLE) or None
     if named is None:
         return Path("data")
-    root = checked_path(Path(named).expanduser(), "the data directory")
+    root = Path(named).expanduser()
     if not root.is_dir():
         # The user named this directory: falling back to a download would hide the mistake.
         raise BadInput(
@@ -139,7 +138,7 @@ def verify_md5(path: Path, data: bytes, expected: str | None) -> None:
 
 def own_path(root: Path, path: str) -> Path:
     """Return the path of the user's own file or folder, which must exist; a relative path starts at `root`."""
-    given = checked_path(root / Path(path).expanduser(), "data.path")
+    given = root / Path(path).expanduser()
     if not given.exists():
         raise BadInput(f"there is no file or folder '{given}': correct data.path, data.test or data.dir")
     return given

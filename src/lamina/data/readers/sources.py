@@ -55,12 +55,7 @@ class Source:
 
 
 def load(
-    name: str,
-    data_dir: str | os.PathLike[str] | None = None,
-    hub: bool = True,
-    *,
-    client: str | None = None,
-    **options: Any,
+    name: str, data_dir: str | os.PathLike[str] | None = None, *, client: str | None = None, **options: Any
 ) -> Splits:
     """Load a data set by name, as the `[data]` section of an experiment file does.
 
@@ -69,7 +64,6 @@ def load(
             own that returns training and test data.
         data_dir: Where the files are: by default, the directory LAMINA_DATA, else ./data; for a file format, the
             current folder.
-        hub: Whether a data set without files is fetched from the Hugging Face hub.
         client: The column that names the client of every sample.
         options: The options of a file format or of your own function.
 
@@ -84,9 +78,8 @@ def load(
         return load_format(name, data_dir, options, client)
     source = SOURCES[name]
     root = data_directory(data_dir, source.expected) if source.files else Path()
-    splits = source.read(root)
-    reason = "" if hub else " (the hub is switched off)"
-    if splits is None and hub and source.hub is not None:
+    splits, reason = source.read(root), ""
+    if splits is None and source.hub is not None:
         try:
             splits = _from_hub(name, source.hub)
         except LaminaError as error:

@@ -2,6 +2,7 @@
 
 - ``config.json``: the whole configuration, with every default and "auto" replaced by what was used
 - ``environment.json``: versions, machine, time of the start
+- ``partition.json``: how many samples of each class every client holds, for reports
 - ``metrics.jsonl``: a line per finished round
 - ``log.txt``: the lines of lamina's logger
 - ``checkpoints/``: see lamina.storage.checkpoint
@@ -92,6 +93,7 @@ class RunFolder:
         self.checkpoints = Checkpoints(path / "checkpoints", accept_changed_code=accept)
         self._metric = read_primary(self.config)  # the column that the best model is chosen by
         self.history = History(metric=self._metric)  # the rounds found in the folder
+        self.partition: Mapping[str, Any] | None = None  # the content of partition.json, if it is to be written
         self.complete = False
         self.diverged: Diverged | None = None
         self._file = MetricsFile(path / "metrics.jsonl")  # as found in the folder
@@ -235,6 +237,8 @@ class RunFolder:
             remove_records(self.path)
             write_json(self.path / "config.json", self.config)
             write_json(self.path / "environment.json", environment(self.config["run"]["device"]))
+            if self.partition is not None:
+                write_json(self.path / "partition.json", self.partition)
             self._metrics = (self.path / "metrics.jsonl").open("ab")
             (self.path / REPLACED).unlink()
             sync_folder(self.path)

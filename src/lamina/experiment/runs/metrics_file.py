@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -44,7 +43,7 @@ class MetricsFile:
 
     def read(self) -> MetricsFile:
         """Read the lines after those that are known, or the whole file if it was cut back or replaced meanwhile."""
-        with open_to_read(self.path) as file, _collector_paused():
+        with open_to_read(self.path) as file:
             if self.damaged is not None or self._read_last_line(file) != self._last_line:
                 self._forget()
             end = self.end_of(len(self.rows))
@@ -78,18 +77,6 @@ class MetricsFile:
                 self.damaged = number + 1
                 break
         return Columns.joined(tables)
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector: it would visit millions of dicts, which hold no cycles, again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _rows(lines: bytes, before: int) -> list[dict[str, Any]]:

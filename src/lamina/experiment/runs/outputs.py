@@ -18,7 +18,7 @@ def write_output(
     """Write a file the user named; refuse the files of a run, and files that lamina did not write.
 
     Args:
-        path: The file; a link is followed, and a pipe or a device is written into.
+        path: The file; a link is followed.
         data: Its content, whole or in parts.
         is_ours: Whether a file with these bytes at its beginning and end is an earlier output of the same kind.
         kind: What lamina writes there, for the error: "report".

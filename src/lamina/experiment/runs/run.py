@@ -6,9 +6,7 @@ the clients that the others train.
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 
 from lamina.base.errors import BadInput, Diverged
+from lamina.data.partitions import label_counts
 from lamina.engines.devices import choose_device
 from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.engine import Stacked
@@ -30,10 +29,8 @@ from lamina.training.history import History, Row
 from lamina.training.population import Population
 from lamina.training.training import Training
 
-log = logging.getLogger(__name__)
-
 CHECKPOINT_THREADS = 8
-SLOW_WRITING_SECONDS, SLOW_WRITING_FRACTION = 20.0, 0.5  # of checkpoints, in all and of the run so far
+MOST_CLASS_COUNTS = 100_000  # clients times classes: a larger partition.json would slow down reports
 
 
 class RankFolder:
@@ -169,6 +166,9 @@ def train(
     """
     rounds, every = experiment.train.rounds, experiment.run.checkpoint_every
     torch.set_num_threads(choose_threads(experiment, simulations[0].objective.start.numel()))
+    for folder, simulation in zip(folders, simulations, strict=True):
+        if isinstance(folder, RunFolder):
+            folder.partition = describe_partition(simulation)
     population = Population(simulations) if len(simulations) > 1 else None
     diverged: dict[int, Diverged] = {}
     for i, simulation in enumerate(simulations):  # killed after the checkpoint of a round with an infinite test loss
@@ -181,7 +181,6 @@ def train(
     if population is not None:
         population.diverged |= diverged
     number = max(simulation.state.round for simulation in simulations)
-    began, writing_seconds, has_warned = time.monotonic(), 0.0, Ranks.current().rank > 0  # the first one warns for all
     while number < rounds and len(diverged) < len(simulations):
         number += 1
         rows, failed = _run_round(simulations, population, diverged, evaluate=number == rounds)
@@ -191,14 +190,7 @@ def train(
         stopped = not everywhere(not stop()) and number < rounds
         # A run that diverges leaves the population: save the others, so that this round is not repeated without it.
         if number % every == 0 or number == rounds or stopped or failed:
-            before = time.monotonic()
             _for_each(rows, lambda i: folders[i].checkpoint(simulations[i]))
-            writing_seconds += time.monotonic() - before
-            fraction = writing_seconds / (time.monotonic() - began)
-            if not has_warned and writing_seconds > SLOW_WRITING_SECONDS and fraction > SLOW_WRITING_FRACTION:
-                has_warned = True
-                what = "writing checkpoints takes %.0f %% of the time: raise run.checkpoint_every, which is %d"
-                log.warning(what, 100 * fraction, every)
         for i, reason in failed.items():
             folders[i].diverge(reason)
         diverged |= failed
@@ -208,6 +200,18 @@ def train(
             return True
     _for_each([i for i in range(len(simulations)) if i not in diverged], lambda i: folders[i].finish(simulations[i]))
     return False
+
+
+def describe_partition(simulation: Training) -> dict[str, Any] | None:
+    """Return how many samples of each class every client holds; None without classes or if these are many numbers.
+
+    If the data are split again in every round, the counts are those of the first round's cohort.
+    """
+    clients, labels = simulation.all_clients, simulation.train_data.labels
+    parts = clients.parts if clients.reallocation is None else clients.samples(1, simulation.plan.cohort(1))
+    if labels is None or len(parts) * (labels.max() + 1) > MOST_CLASS_COUNTS:
+        return None
+    return {"class_counts": label_counts(parts, labels).tolist()}
 
 
 def _for_each(runs: Iterable[int], write: Callable[[int], None]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import lamina
 from lamina import algorithms
 from lamina.base.errors import BadInput, is_whole
-from lamina.base.text import listed, plural
+from lamina.base.text import plural
 from lamina.experiment.build import build_algorithm, build_schedule, chosen_target, resolved
 from lamina.experiment.config import AlgorithmSection, Experiment
 from lamina.experiment.runs.records import FORMAT, REPLACED, delete_runs, is_ours, read_json, read_record
@@ -167,14 +167,6 @@ class Comparison(Trials):
     def notes(self) -> list[str]:
         """Return remarks for the reader: how settings were chosen, runs that diverged, best values on the edge."""
         lines = []
-        # runs of an earlier comparison in the same folder
-        others = {metrics.parent for metrics in self.folder.glob("*/seed*/metrics.jsonl")} - set(self.runs)
-        if others:
-            named = listed(sorted(str(path.relative_to(self.folder)) for path in others))
-            lines.append(
-                f"the folder holds runs that were not asked for now, and are in no table: {named}; "
-                f"`lamina report {self.folder}` shows all"
-            )
         spec, given = self.experiment.compare, self.experiment.train.lr
         if any(len(choice) > 1 for choice in self._choices.values()):
             held_out = f"{spec.validation:.0%} of the training data, held out"
