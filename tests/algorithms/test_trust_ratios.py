@@ -62,7 +62,7 @@ def last_ratios(name, batches):
     return np.array(ratios), np.mean(losses)
 
 
-@pytest.mark.parametrize("engine", ["loop", "stacked", "vmap", "gpu path"])
+@pytest.mark.parametrize("engine", ["loop", "stacked", "captured", "gpu path"])
 @pytest.mark.parametrize("weighting", ["clients", "examples"])
 @pytest.mark.parametrize("name", ["fedlamb", "mimelamb", "fedlada_lamb"])
 def test_recorded_ratios_are_those_of_the_last_local_steps(name, weighting, engine):

@@ -11,7 +11,7 @@ NO_VMAP = ("recurrent",)  # torch has no rule for an LSTM
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_engines_agree(kind):
-    engines = ("loop", "stacked") if kind in NO_VMAP else ("loop", "stacked", "vmap")
+    engines = ("loop", "stacked") if kind in NO_VMAP else ("loop", "stacked", "captured")
     runs = [simulation(kind, engine) for engine in engines]
     for run in runs:
         run.run(2)

@@ -83,7 +83,7 @@ def test_the_contract_allows_numbers_per_layer(kind):
     assert tuple(wire_cost(kind())) == (1, 1, 0)  # in models
 
 
-@pytest.mark.parametrize("engine", ["stacked", "vmap", "gpu path"])
+@pytest.mark.parametrize("engine", ["stacked", "captured", "gpu path"])
 @pytest.mark.parametrize("kind", [PerLayer, PerModule])
 @pytest.mark.parametrize("aggregation", ["mean", "median"])
 def test_engines_agree(kind, engine, aggregation):

@@ -60,7 +60,7 @@ class Twice(nn.Module):
 
 
 class Raw(nn.Module):
-    """A parameter used directly: no stacked form, but vmap takes it."""
+    """A parameter used directly: no stacked form."""
 
     def __init__(self):
         super().__init__()
@@ -115,22 +115,18 @@ def simulation(kind="dropout", engine="auto", algorithm="fedavg", **more):
 def test_every_engine_draws_the_masks_of_the_loop(kind):
     loop = simulation(kind, "loop")
     loop.run(2)
-    auto = simulation(kind)
-    assert form(auto) == ("vmap" if kind in ("raw", "encoder, time first") else "stacked")
-    chunked, on_gpu_path = simulation(kind), simulation(kind)
+    is_stacked = kind not in ("raw", "encoder, time first")
+    assert form(simulation(kind)) == ("stacked" if is_stacked else "loop")
+    engine = "stacked" if is_stacked else "captured"
+    auto, chunked, captured = (simulation(kind, name) for name in (engine, engine, "captured"))
     set_chunk(chunked, 2)
-    take_gpu_path(on_gpu_path)
-    for run in (auto, chunked, on_gpu_path):
+    runs = [auto, chunked, captured]
+    if is_stacked:
+        runs.append(simulation(kind, engine))
+        take_gpu_path(runs[-1])
+    for run in runs:
         run.run(2)
         assert_same(run.state, loop.state, 1e-9)
-
-
-@pytest.mark.parametrize("kind", ["dropout", "dropout2d", "functional"])
-def test_vmap_draws_them_too(kind):
-    loop, vmap = simulation(kind, "loop"), simulation(kind, "vmap")
-    loop.run(3)
-    vmap.run(3)
-    assert_same(vmap.state, loop.state, 1e-9)
 
 
 @pytest.mark.parametrize("kind", ["dropout", "dropout2d", "encoder", "raw", "functional"])
@@ -139,7 +135,7 @@ def test_a_member_of_a_population_draws_the_masks_it_would_draw_alone(kind):
     for run in alone.values():
         run.run(2)
     for seeds in ((3,), (4, 3), (5, 3, 4)):
-        members = [simulation(kind, seed=seed) for seed in seeds]
+        members = [simulation(kind, "captured" if kind == "raw" else "auto", seed=seed) for seed in seeds]
         lamina.Population(members).run(2)
         for seed, member in zip(seeds, members, strict=True):
             assert_same(member.state, alone[seed].state, 1e-9)
@@ -184,7 +180,7 @@ def test_a_module_that_draws_itself_runs_in_the_loop(draw, always, caplog):
         run = lamina.Simulation(Own(draw, always), data, "fedavg", **settings)
     assert form(run) == "loop"
     assert "running client by client: the module's forward draws random numbers itself" in caplog.text
-    for engine in ("stacked", "vmap"):
+    for engine in ("stacked", "captured"):
         with pytest.raises(lamina.BadInput, match="draws random numbers itself"):
             lamina.Simulation(Own(draw, always), data, "fedavg", engine=engine, **settings)
     with pytest.raises(lamina.BadInput, match=r"simulation 0 cannot be stacked, .* draws random numbers itself"):

@@ -254,15 +254,15 @@ class Connections(nn.Module):
     [
         (lambda: TimeFirst(0.5), "loop"),
         (lambda: TimeFirst(0.01), "loop"),  # few of the probe's elements would be dropped
-        (lambda: Shared(1), "vmap"),
-        (lambda: Shared(4), "vmap"),
-        (Connections, "vmap"),
+        (lambda: Shared(1), "loop"),
+        (lambda: Shared(4), "loop"),
+        (Connections, "loop"),
     ],
 )
 def test_masks_that_are_not_of_samples_are_those_of_the_loop(model, expected):
-    auto, loop = simulation(model), simulation(model, "loop")
+    auto, captured, loop = simulation(model), simulation(model, "captured"), simulation(model, "loop")
     assert form(auto) == expected
-    assert_same(auto.state, loop.state, 1e-9)
+    assert_same(captured.state, loop.state, 1e-9)
 
 
 class Mapped(nn.Module):

@@ -28,7 +28,7 @@ def assert_mean_of_all(c, controls, clients):
 
 @pytest.mark.parametrize(
     ("kind", "engine"),
-    [("mlp", "loop"), ("mlp", "stacked"), ("mlp", "vmap"), ("batch_norm", "loop"), ("batch_norm", "stacked")],
+    [("mlp", "loop"), ("mlp", "stacked"), ("mlp", "captured"), ("batch_norm", "loop"), ("batch_norm", "stacked")],
 )
 def test_scaffold_control_is_the_mean_of_all_clients(kind, engine):
     run = simulation(kind, lamina.Scaffold(), engine, **UNEQUAL)

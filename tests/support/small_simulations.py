@@ -147,7 +147,7 @@ def assert_as_in_the_loop(
 
 
 def form(run):
-    """Return how the clients of a run are trained: "stacked", "vmap" or "loop"."""
+    """Return how the clients of a run are trained: "stacked", "captured" or "loop"."""
     return run.engine.name
 
 

@@ -88,8 +88,8 @@ class Simulation(Training):
         augmentation: random crop and flip of training images, such as `lamina.data.Augment(pad=4)`.
         seed: the source of all randomness; default 0.
         device: "auto" (a GPU if there is one), or any torch device.
-        engine: "stacked" (clients as one model), "vmap" (the same by `torch.func.vmap`) or "loop" (one by one);
-            "auto" takes the first that fits the model.
+        engine: "stacked" (clients as one model), "captured" (the model as it is, replayed on a GPU) or "loop";
+            "auto" takes the fastest that fits the model.
         precision: the model's arithmetic: "fp32", "tf32", or "bf16" (weights and optimiser state stay float32).
         deterministic: on a GPU, the same bits in every run on the same machine, at some cost; a CPU gives them anyway.
         evaluate_every: evaluate on the test data after every n-th round, and at the end of `run`.
@@ -119,7 +119,7 @@ class Simulation(Training):
         heldout_clients: Heldout | None = None,
         local_test: float | None = None,
         device: str | torch.device = "auto",
-        engine: Literal["auto", "stacked", "vmap", "loop"] = "auto",
+        engine: Literal["auto", "stacked", "captured", "loop"] = "auto",
         precision: Precision = "fp32",
         deterministic: bool = False,
         evaluate_every: int = 1,

@@ -8,18 +8,21 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor, nn
+
 from lamina.algorithms.contract import Algorithm
 from lamina.base.errors import BadInput, unknown
 from lamina.base.registry import field_values
 from lamina.data.dataset import Dataset
 from lamina.engines.devices import Precision
 from lamina.engines.loop import Loop
+from lamina.engines.stacked.apart import why_not_captured
 from lamina.engines.stacked.engine import Stacked
-from lamina.engines.stacked.forward import choose_forward
+from lamina.engines.stacked.forward import CapturedForward, choose_forward
 from lamina.engines.stacked.independence import ignores_order, number_without_column, works_by_row
 from lamina.engines.stacked.memory import keep_freed_memory
 from lamina.engines.stacked.probe import probe_samples
-from lamina.objective.batch import same_kind
+from lamina.objective.batch import Inputs, same_kind
 from lamina.objective.fingerprint import same_tensors
 from lamina.objective.objective import Objective
 
@@ -27,47 +30,48 @@ UNCONTROLLED = (
     "the module's forward draws random numbers itself (torch.rand, an LSTM's dropout, dropout in evaluation, in "
     "activation checkpointing or in torch.func): use nn.Dropout or F.dropout(…, training=self.training) elsewhere"
 )
+ENGINES = ("auto", "stacked", "captured", "loop")
+FEW_CLIENTS = 32  # of a round: with more, every model that can be stacked is faster stacked
+LARGE = 1_000_000  # parameters of a network with BatchNorm: with fewer, it is faster stacked
 Engine = Loop | Stacked
 log = logging.getLogger(__name__)
 
 
-def choose_engine(
-    name: str, precision: Precision, lender: Engine | None = None, *, is_random: bool, **settings: Any
-) -> Engine:
+def choose_engine(name: str, precision: Precision, *, is_random: bool, cohort: int, **settings: Any) -> Engine:
     """Return the engine to run on.
 
     Args:
-        name: "auto" takes the fastest that fits the model, and logs why if that is not the stacked one.
+        name: "auto" takes the fastest that fits the model, and logs which and why.
         precision: the model's arithmetic.
-        lender: an engine of a similar simulation with the same precision; if the model and data are alike, its choice
-            is taken over, because testing what fits takes longer than a small round.
         is_random: whether the module draws random numbers itself: `torch.rand`, or dropout in evaluation mode.
+        cohort: how many clients train in a round.
         settings: the fields that `Loop` and `Stacked` share.
     """
-    if name not in ("auto", "stacked", "vmap", "loop"):
-        raise unknown("engine", name, ("auto", "stacked", "vmap", "loop"))
-    for similar in [lender, *_recent_engines(name, precision, settings["data"])]:
-        lent = None if similar is None else _lent_engine(similar, **settings)
-        if lent is not None:
-            return lent
-    if name in ("loop", "vmap") and precision == "bf16":
-        raise BadInput(f"precision='bf16' needs stacked layers: engine='{name}' computes in the model's own precision")
-    engine = _fastest_engine(name, precision, is_random, **settings)
-    if precision == "bf16" and not (isinstance(engine, Stacked) and engine.forward.name == "stacked"):
-        log.warning("precision='bf16' needs stacked layers: this run computes in the model's own precision")
-    _recent.append((name, precision, weakref.ref(engine)))
+    if name not in ENGINES:
+        raise unknown("engine", name, ENGINES)
+    preference = ""  # why clients are trained apart even if they could be stacked
+    if name == "auto" and settings["objective"].device.type == "cuda":
+        preference = _why_apart(settings["objective"].module, cohort)
+    words = (name, precision, preference)
+    recent = _recent_engines(words, settings["data"])
+    lent = (_lent_engine(similar, **settings) for similar in recent)
+    engine = next((one for one in lent if one is not None), None)
+    if engine is None:
+        engine = _fastest_engine(name, precision, is_random, preference, **settings)
+        _recent.append((words, weakref.ref(engine)))
+    settings["objective"].autocasts = precision == "bf16"
     return engine
 
 
 # the engines of this process that were chosen last, if they still exist: seeds and rates share one choice
-_recent: deque[tuple[str, Precision, weakref.ref[Engine]]] = deque(maxlen=4)
+_recent: deque[tuple[Any, weakref.ref[Engine]]] = deque(maxlen=4)
 
 
-def _recent_engines(name: str, precision: Precision, data: Dataset) -> Iterator[Engine]:
+def _recent_engines(words: Any, data: Dataset) -> Iterator[Engine]:
     """Yield engines that were chosen by the same words for the same data."""
-    for other_name, other_precision, reference in reversed(_recent):
+    for other_words, reference in reversed(_recent):
         engine = reference()
-        if engine is None or (other_name, other_precision) != (name, precision):
+        if engine is None or other_words != words:
             continue
         if same_tensors(engine.data.x, data.x) and same_tensors(engine.data.y, data.y):
             yield engine
@@ -85,44 +89,74 @@ def _lent_engine(lender: Engine, **settings: Any) -> Engine | None:
     is_same = type(algorithm) is type(lender.algorithm) and field_values(algorithm) == field_values(lender.algorithm)
     if isinstance(lender, Loop):
         return Loop(**settings, why=lender.why) if is_same else None
-    if not is_same and _why_not_stacked(algorithm, objective):
+    is_captured = isinstance(lender.forward, CapturedForward)
+    if not is_same and (
+        _why_client_by_client(algorithm, objective) or (not is_captured and _why_one_order(algorithm, objective))
+    ):
         return None
-    return Stacked(forward=lender.forward, **settings)
+    forward = CapturedForward(objective, lender.forward.precision) if is_captured else lender.forward
+    return Stacked(forward=forward, **settings)
 
 
-def _why_not_stacked(algorithm: Algorithm, objective: Objective) -> str:
-    """Return why an algorithm must train client by client, or an empty string."""
-    layers, device = objective.layers, objective.device
-    if not works_by_row(algorithm, layers, device):
+def _why_client_by_client(algorithm: Algorithm, objective: Objective) -> str:
+    """Return why an algorithm cannot compute rows of several clients, or an empty string."""
+    if not works_by_row(algorithm, objective.layers, objective.device):
         cause = "a branch on a tensor's value, a norm without dim=-1, or random numbers?"
         return f"the algorithm gives other results for several clients together than for each alone ({cause})"
-    if device.type == "cpu":
-        return ""
-    if not ignores_order(algorithm, layers, device):
-        return "the algorithm treats coordinates by number, and convolution kernels have another order on a GPU"
-    number = number_without_column(algorithm)  # numbers are inputs of a captured step
+    number = "" if objective.device.type == "cpu" else number_without_column(algorithm)  # inputs of a captured step
     return f"the algorithm cannot take '{number}' as a tensor (a branch on it? declare it as float)" if number else ""
 
 
-def _fastest_engine(name: str, precision: Precision, is_random: bool, **settings: Any) -> Engine:
+def _why_one_order(algorithm: Algorithm, objective: Objective) -> str:
+    """Return why a stacked model does not suit an algorithm, or an empty string."""
+    if objective.device.type == "cpu" or ignores_order(algorithm, objective.layers, objective.device):
+        return ""
+    return "the algorithm treats coordinates by number, and convolution kernels have another order on a GPU"
+
+
+def _fastest_engine(name: str, precision: Precision, is_random: bool, preference: str, **settings: Any) -> Engine:
     if name == "loop":
         return Loop(**settings)
-    data, objective = settings["data"], settings["objective"]
+    algorithm, objective = settings["algorithm"], settings["objective"]
+    why = UNCONTROLLED if is_random else _why_client_by_client(algorithm, objective)
+    if not why:
+        sample, why = _probe_batch(settings["data"], objective), preference
+        if name != "captured" and not why:
+            forward, why = choose_forward(objective, sample, precision)
+            why = why or _why_one_order(algorithm, objective)
+            if forward is not None and not why:
+                if objective.device.type == "cpu":
+                    keep_freed_memory()
+                return Stacked(forward=forward, **settings)
+        if name == "captured" or (name == "auto" and objective.device.type == "cuda"):
+            reason = why_not_captured(objective, sample)
+            if not reason:
+                log.info("training clients apart, with captured steps: %s", why or "engine='captured' was asked for")
+                return Stacked(forward=CapturedForward(objective, precision), **settings)
+            why = "; ".join(filter(None, [why, reason]))
+    if name != "auto":
+        raise BadInput(f"engine='{name}' is not possible here: {why}; engine='auto' falls back by itself")
+    log.info("running client by client: %s", why)
+    return Loop(**settings, why=why)
+
+
+def _why_apart(module: nn.Module, cohort: int) -> str:
+    """Return why a GPU trains a cohort faster with captured steps than stacked, or an empty string.
+
+    Measured on an H200: docs/explanation/engines.md has the figures.
+    """
+    if cohort > FEW_CLIENTS:
+        return ""
+    trained = [m for m in module.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
+    if any(isinstance(layer, nn.RNNBase) for layer in trained):
+        return "cuDNN computes all time steps of a recurrent layer at once"
+    size = sum(parameter.numel() for parameter in module.parameters())
+    if size >= LARGE and any(isinstance(layer, nn.BatchNorm2d | nn.BatchNorm3d) for layer in trained):
+        return "BatchNorm of large images or networks is slower stacked"
+    return ""
+
+
+def _probe_batch(data: Dataset, objective: Objective) -> tuple[Inputs, Tensor]:
+    """Return inputs and targets that show whether clients can share a batch."""
     chosen = probe_samples(data.x)
-    sample = data.inputs(chosen, objective.dtype), data.y[chosen]
-    if is_random:
-        forward, why = None, UNCONTROLLED
-    else:
-        forward, why = choose_forward(objective, sample, precision, name)
-    if forward is not None and (reason := _why_not_stacked(settings["algorithm"], objective)):
-        forward, why = None, reason
-    if forward is None:
-        if name != "auto":
-            raise BadInput(f"engine='{name}' is not possible here: {why}; engine='auto' falls back by itself")
-        log.info("running client by client: %s", why)
-        return Loop(**settings, why=why)
-    if why and name == "auto":
-        log.info("using torch.func.vmap instead of stacked layers: %s", why)
-    if objective.device.type == "cpu":
-        keep_freed_memory()
-    return Stacked(forward=forward, **settings)
+    return data.inputs(chosen, objective.dtype), data.y[chosen]

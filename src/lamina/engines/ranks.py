@@ -41,40 +41,6 @@ class Ranks(NamedTuple):
             dist.all_reduce(vector)
         return vector
 
-    def gather(self, own: dict[int, Tensor], zero: Tensor, cohort: int) -> list[Tensor]:
-        """Return one vector per client of a cohort, collected from all ranks.
-
-        Args:
-            own: this rank's vectors by place in the cohort.
-            zero: a vector of zeros of the same shape.
-            cohort: the number of active clients.
-        """
-        # The other ranks add zeros, so the sum is exactly the owner's vector.
-        return list(self.add(torch.stack([own.get(c, zero) for c in range(cohort)])))
-
-    def share_uploads(
-        self, sums: list[RoundSums], layouts: list[tuple[Any, Tensor]], failed: dict[int, Diverged], cohorts: list[int]
-    ) -> None:
-        """Send every member's uploads to all ranks, if the aggregation keeps them.
-
-        The arguments are those of `combine`, and the number of active clients of every member.
-        """
-        for e, (total, (zero_up, _), cohort) in enumerate(zip(sums, layouts, cohorts, strict=True)):
-            if self.world == 1 or not total.keeps_uploads or e in failed:
-                continue
-            ups = {c: up for c, (up, _) in total.uploads.items()}
-            fields = [
-                None if zero is None else self.gather({c: up[at] for c, up in ups.items()}, zero, cohort)
-                for at, zero in enumerate(zero_up)
-            ]
-            buffers = {
-                name: self.gather({c: b[name] for c, (_, b) in total.uploads.items()}, torch.zeros_like(value), cohort)
-                for name, value in sorted(total.buffers.items())
-            }
-            for c in range(cohort):
-                up = type(zero_up)(*(None if field is None else field[c] for field in fields))
-                total.uploads[c] = up, {name: values[c] for name, values in buffers.items()}
-
     def combine(self, sums: list[RoundSums], layouts: list[tuple[Any, Tensor]], failed: dict[int, Diverged]) -> None:
         """Add up every member's sums over the ranks in one all-reduce, and their spreads in a second, tiny one.
 

@@ -108,7 +108,7 @@ class Run(_Section):
     """The `[run]` section: where and how training runs, and what is recorded."""
 
     device: str = "auto"
-    engine: Literal["auto", "stacked", "vmap", "loop"] = "auto"
+    engine: Literal["auto", "stacked", "captured", "loop"] = "auto"
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     deterministic: bool = False  # on a GPU: the same bits in every run on the same machine
     threads: Annotated[int, Field(ge=1, le=MOST_THREADS)] | None = None  # None: chosen from the size of the model

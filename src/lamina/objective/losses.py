@@ -253,8 +253,12 @@ def _classification(
     outputs: Tensor, targets: Tensor, axis: int, weight: Tensor | None = None, smoothing: float = 0.0
 ) -> Tensor:
     if axis == -1 and outputs.dim() > 2:
-        outputs = outputs.movedim(-1, 1)
-        targets = targets.movedim(-1, 1) if targets.is_floating_point() else targets
+        is_soft = targets.is_floating_point()  # probabilities of the classes
+        _refuse_shapes("cross_entropy", outputs.movedim(-1, 1), targets.movedim(-1, 1) if is_soft else targets, axis)
+        # position by position: torch is many times slower with the classes on the second axis
+        flat = targets.flatten(0, -2) if is_soft else targets.flatten()
+        losses = _classification(outputs.flatten(0, -2), flat, 1, weight, smoothing)
+        return _mean_over_positions(losses.reshape(outputs.shape[:-1]), targets)
     _refuse_shapes("cross_entropy", outputs, targets, axis)
     targets = targets.to(outputs.dtype) if targets.is_floating_point() else targets
     losses = F.cross_entropy(

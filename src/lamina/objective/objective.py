@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +69,8 @@ class Objective:
         # without running statistics, a sample's output depends on the samples it is evaluated with
         self.evaluates_by_batch = any(norm.running_mean is None for norm in norms)
         self._other_names = _other_names(module)
+        self._has_rnn = any(isinstance(m, nn.RNNBase) for m in module.modules())
+        self.autocasts = False  # whether gradients are computed in bfloat16, as far as torch.autocast does that
 
     def difference(self, other: Objective) -> str:
         """Return how two objectives differ in more than their weights, or an empty string."""
@@ -126,12 +129,13 @@ class Objective:
         streams: Tensor | None = None,
         module: nn.Module | None = None,
         on_outputs: Callable[[Tensor], Any] | None = None,
+        autocast: bool = False,
     ) -> Any:
         """Return what `outputs` returns, with the parameters given by name.
 
         `module` is a copy of `seeded` to run instead of it. `on_outputs` is a function of the outputs, whose result is
         returned instead of them. It runs while the module still holds the parameters: a backward pass may run parts of
-        the module again (activation checkpointing).
+        the module again (activation checkpointing). `autocast` computes in bfloat16 where torch.autocast does.
         """
         dropouts = self.dropouts if module is None else [*stream_layers(module), self.functional]
         module = self.seeded if module is None else module
@@ -140,8 +144,12 @@ class Objective:
         args, kwargs = arguments(inputs)
 
         def run(*args: Tensor, **kwargs: Tensor) -> Any:
-            with self.functional.in_training(train):
+            # without its cache, which a captured step cannot use
+            rounding = torch.autocast(self.device.type, torch.bfloat16, enabled=autocast, cache_enabled=False)
+            with rounding, self.functional.in_training(train):
                 outputs = outputs_of(module(*args, **kwargs))
+            if autocast and outputs.is_floating_point():
+                outputs = outputs.to(self.dtype)
             set_streams(dropouts, None)  # dropout that a backward pass runs again would draw other masks
             return outputs if on_outputs is None else on_outputs(outputs)
 
@@ -155,6 +163,11 @@ class Objective:
             raise
         finally:
             set_streams(dropouts, None)
+
+    @property
+    def tied(self) -> set[str]:
+        """The names of the parameters and buffers that the module holds in several places."""
+        return set(self._other_names.values())
 
     @property
     def draws_masks(self) -> bool:
@@ -191,25 +204,58 @@ class Objective:
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient of the mean loss over the batch, or of the sum with `weights` [n], and that loss."""
         leaf = x.detach().requires_grad_()
-        parameters = self.layers.unflatten(leaf)
+        (gradient,), loss = self._differentiate(
+            self.layers.unflatten(leaf), [leaf], buffers, inputs, targets, train, streams, weights
+        )
+        return self.without_rounding(gradient) if train else gradient, loss
 
-        def differentiate(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    def gradient_at(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        inputs: Inputs,
+        targets: Tensor,
+        *,
+        train: bool = True,
+        streams: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return what `gradient` returns, with the parameters and their gradients by name."""
+        leaves = {name: parameter.detach().requires_grad_() for name, parameter in parameters.items()}
+        gradients, loss = self._differentiate(
+            leaves, list(leaves.values()), buffers, inputs, targets, train, streams, weights
+        )
+        by_name = dict(zip(leaves, gradients, strict=True))
+        kept = self.kept_gradients if train else None
+        return by_name | {name: by_name[name] * factor for name, factor in (kept or {}).items()}, loss
+
+    def _differentiate(
+        self, parameters: Mapping[str, Tensor], leaves: Sequence[Tensor], buffers: Mapping[str, Tensor], inputs: Inputs,
+        targets: Tensor, train: bool, streams: Tensor | None, weights: Tensor | None,
+    ) -> tuple[Sequence[Tensor], Tensor]:  # fmt: skip
+        """Return the gradients with respect to the leaves that the parameters are made of, and the loss."""
+
+        def differentiate(outputs: Tensor) -> tuple[Sequence[Tensor], Tensor]:
             losses = self.loss(outputs, targets)
             loss = losses.mean() if weights is None else losses @ weights
             if not loss.requires_grad:
                 raise BadInput("there is no gradient: the loss does not depend on any trainable parameter")
             try:
-                (grad,) = torch.autograd.grad(loss, leaf)
+                gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
             except RuntimeError as error:
                 if "use_reentrant" in str(error):
                     raise BadInput(REENTRANT) from error
                 raise
-            return self.without_rounding(grad) if train else grad, loss.detach()
+            return gradients, loss.detach()
 
-        gradient: tuple[Tensor, Tensor] = self.outputs_at(
-            parameters, buffers, inputs, train=train, streams=streams, on_outputs=differentiate
-        )
-        return gradient
+        # cuDNN's RNNs have no backward pass in evaluation mode
+        by_cudnn = torch.backends.cudnn.enabled and (train or not self._has_rnn)
+        with torch.backends.cudnn.flags(enabled=by_cudnn) if self._has_rnn else contextlib.nullcontext():
+            result: tuple[Sequence[Tensor], Tensor] = self.outputs_at(
+                parameters, buffers, inputs, train=train, streams=streams, on_outputs=differentiate,
+                autocast=self.autocasts,
+            )  # fmt: skip
+        return result
 
     def without_rounding(self, gradient: Tensor) -> Tensor:
         """Set the elements of a training gradient to zero, in place, that are zero but for rounding; a NaN stays."""

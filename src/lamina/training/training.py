@@ -135,6 +135,7 @@ class Training:
                 options.engine,
                 self.precision,
                 is_random=dry_run.is_random,
+                cohort=max(1, round(protocol.participation * self.plan.clients.count)),
                 algorithm=algorithm,
                 objective=self.objective,
                 data=self.train_data,

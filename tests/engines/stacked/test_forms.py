@@ -1,4 +1,4 @@
-"""Which form is taken: stacked layers, vmap or the loop; and why."""
+"""Which form is taken: stacked layers, captured steps or the loop; and why."""
 
 import subprocess
 import sys
@@ -9,11 +9,11 @@ from torch import nn
 
 import lamina
 from lamina.engines.devices import has_bf16_instructions
-from small_simulations import PARTS, form, simulation
+from small_simulations import PARTS, assert_same, form, simulation
 
 
 class Direct(nn.Module):
-    """Parameters used outside any layer: no stacked form, but vmap can."""
+    """Parameters used outside any layer: no stacked form."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class Sneaky(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM of a packed sequence: neither stacked nor vmap."""
+    """An LSTM of a packed sequence, which has no stacked form."""
 
     def __init__(self):
         super().__init__()
@@ -47,8 +47,8 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(packed)[1][0][-1])
 
 
-@pytest.mark.parametrize(("model", "expected"), [(Direct, "vmap"), (Recurrent, "loop")])
-def test_fallbacks_give_the_same_result_and_say_why(model, expected, caplog):
+@pytest.mark.parametrize("model", [Direct, Recurrent])
+def test_fallbacks_give_the_same_result_and_say_why(model, caplog):
     torch.manual_seed(0)
     net, x = model().double(), torch.randn(48, 8, dtype=torch.float64)
     data = (x, torch.arange(48) % 3)
@@ -58,13 +58,21 @@ def test_fallbacks_give_the_same_result_and_say_why(model, expected, caplog):
     assert ("parameters of Direct itself have no stacked form; move them into a submodule" in caplog.text) == (
         model is Direct
     )
-    assert form(auto) == expected
-    loop = lamina.Simulation(net, data, "fedlamb", clients=PARTS, batch_size=4, device="cpu", engine="loop")
+    assert form(auto) == "loop"  # on a CPU nothing can be captured
+    engines = ["loop", "captured"] if model is Direct else ["loop"]
     auto.run(2)
-    loop.run(2)
-    assert torch.allclose(auto.state.server.x, loop.state.server.x, rtol=1e-9, atol=1e-12)
+    for engine in engines:
+        run = lamina.Simulation(net, data, "fedlamb", clients=PARTS, batch_size=4, device="cpu", engine=engine)
+        run.run(2)
+        assert torch.allclose(auto.state.server.x, run.state.server.x, rtol=1e-9, atol=1e-12)
     with pytest.raises(lamina.BadInput, match="engine='stacked' is not possible"):
         lamina.Simulation(net, data, "fedlamb", clients=PARTS, device="cpu", engine="stacked")
+
+
+def test_a_module_that_reads_values_cannot_be_captured():
+    data = torch.randn(48, 8), torch.arange(48) % 3
+    with pytest.raises(lamina.BadInput, match=r"engine='captured' is not possible .* reads tensors' values"):
+        lamina.Simulation(Recurrent(), data, "fedavg", clients=PARTS, device="cpu", engine="captured")
 
 
 def test_a_module_that_mixes_samples_or_clients_is_not_stacked():
@@ -88,16 +96,21 @@ class OwnStatistics(nn.Module):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_module_that_keeps_statistics_of_its_own_runs_in_the_loop(dropout):
+def test_a_module_that_keeps_statistics_of_its_own_keeps_clients_apart(dropout):
     torch.manual_seed(0)
     net, x = nn.Sequential(OwnStatistics(), nn.Dropout(dropout)).double(), torch.randn(48, 8, dtype=torch.float64)
     auto = lamina.Simulation(net, (x, torch.arange(48) % 3), "fedavg", clients=PARTS, batch_size=4, device="cpu")
     assert form(auto) == "loop"
-    for engine in ("stacked", "vmap"):
-        with pytest.raises(
-            lamina.BadInput, match=r"computes one value over all samples of a batch|training changes the buffer"
-        ):
-            lamina.Simulation(net, (x, torch.arange(48) % 3), "fedavg", clients=PARTS, device="cpu", engine=engine)
+    captured = lamina.Simulation(
+        net, (x, torch.arange(48) % 3), "fedavg", clients=PARTS, batch_size=4, device="cpu", engine="captured"
+    )
+    auto.run(2)
+    captured.run(2)
+    assert_same(captured.state, auto.state, 1e-9)
+    with pytest.raises(
+        lamina.BadInput, match=r"computes one value over all samples of a batch|training changes the buffer"
+    ):
+        lamina.Simulation(net, (x, torch.arange(48) % 3), "fedavg", clients=PARTS, device="cpu", engine="stacked")
 
 
 def test_a_cpu_without_bf16_instructions_computes_in_fp32_and_says_so(caplog, monkeypatch):
@@ -108,13 +121,25 @@ def test_a_cpu_without_bf16_instructions_computes_in_fp32_and_says_so(caplog, mo
     assert "this CPU has no bf16 instructions, so the run uses fp32" in caplog.text
 
 
-def test_bf16_is_never_dropped_in_silence(caplog, monkeypatch):
+def test_bf16_is_never_dropped_in_silence(monkeypatch):
     monkeypatch.setattr("lamina.engines.devices.has_bf16_instructions", lambda: True)
+    torch.manual_seed(0)
     net, data = nn.Linear(8, 3), (torch.randn(48, 8), torch.arange(48) % 3)
-    with pytest.raises(lamina.BadInput, match="bf16"):
-        lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu", engine="loop", precision="bf16")
-    lamina.Simulation(Recurrent(), data, "fedavg", clients=PARTS, device="cpu", precision="bf16")
-    assert "precision='bf16' needs stacked layers" in caplog.text
+    settings = {"clients": PARTS, "batch_size": 4, "lr": 0.1, "device": "cpu"}
+    runs = {
+        (engine, precision): lamina.Simulation(net, data, "fedlada", engine=engine, precision=precision, **settings)
+        for engine in ("loop", "captured")
+        for precision in ("fp32", "bf16")
+    }
+    ends = {}
+    for kind, run in runs.items():
+        run.run(2)
+        ends[kind] = run.state.server.x
+    for engine in ("loop", "captured"):
+        change = (ends[engine, "fp32"] - ends[engine, "bf16"]).abs().max()
+        assert ends[engine, "bf16"].dtype == torch.float32
+        assert 1e-6 < change < 0.05
+    assert torch.allclose(ends["loop", "bf16"], ends["captured", "bf16"], atol=1e-3)
     with pytest.raises(lamina.BadInput, match="did you mean 'bf16'"):
         lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu", precision="bf61")
 

@@ -109,6 +109,8 @@ def test_simulations_of_the_same_model_only_share_the_choice_of_an_engine():
     assert noise(net=tanh).engine.forward is not first.engine.forward
     mse = noise(loss=lambda outputs, targets: outputs[:, 0] ** 2)
     assert mse.engine.forward is not first.engine.forward
+    captured = noise(engine="captured")
+    assert noise(engine="captured").engine.forward is not captured.engine.forward  # it belongs to its own model
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def test_what_does_not_fit_is_refused_in_one_line(make, message):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("engine", ["auto", "stacked", "vmap", "loop"])
+@pytest.mark.parametrize("engine", ["auto", "stacked", "captured", "loop"])
 @pytest.mark.parametrize("bad", [57, -1])
 def test_a_token_outside_the_vocabulary_is_named(engine, bad):
     x, y = tokens()

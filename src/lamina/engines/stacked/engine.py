@@ -24,13 +24,15 @@ import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
-from lamina.base.errors import Diverged
+from lamina.base.errors import BadInput, Diverged
 from lamina.data.dataset import Dataset
+from lamina.data.parts import Indices
 from lamina.engines.devices import arithmetic
 from lamina.engines.loop import FIXED_CHUNK, Loop
 from lamina.engines.ranks import Ranks
+from lamina.engines.stacked.apart import Apart
 from lamina.engines.stacked.feed import BatchFeed
-from lamina.engines.stacked.forward import Forward
+from lamina.engines.stacked.forward import CapturedForward, Forward, StackedForward
 from lamina.engines.stacked.graphs import Graphs
 from lamina.engines.stacked.independence import parts_of
 from lamina.engines.stacked.memory import Memory
@@ -94,18 +96,21 @@ class Stacked:
     protocol: TrainSettings  # for `run_round`; members share its aggregation and augmentation
     record_trust_ratios: bool = False
     memory: Memory = field(init=False)
-    graphs: Graphs | None = field(init=False)  # captured local steps; None: steps run one operation at a time
+    graphs: Graphs | Apart | None = field(init=False)  # captured local steps; None: steps run one operation at a time
     feed: BatchFeed = field(init=False)
     _sent_weights: tuple[Any, Tensor] | None = field(default=None, init=False, repr=False)  # cache of `_row_weights`
 
     def __post_init__(self) -> None:
         self.memory = Memory(self.objective.device)
-        self.graphs = Graphs() if self.objective.device.type == "cuda" else None
+        if isinstance(self.forward, CapturedForward):
+            self.graphs = Apart()
+        else:
+            self.graphs = Graphs() if self.objective.device.type == "cuda" else None
         self.feed = BatchFeed(self.objective, self.protocol)
 
     @property
     def name(self) -> str:
-        """Return the name of the engine: "stacked", or "vmap" where the module has no stacked form."""
+        """Return the name of the engine: "stacked", or "captured" if clients are trained apart."""
         return self.forward.name
 
     @functools.cached_property
@@ -127,6 +132,8 @@ class Stacked:
     def run_members(self, members: Sequence[Member], ahead: PlanAhead | None = None) -> list[Outcome]:
         """Run the same round of several experiments that differ in numbers and seeds; each ends as if it ran alone."""
         ranks = Ranks.current()
+        if ranks.world > 1 and not isinstance(self.protocol.aggregation, Mean):
+            raise BadInput("a robust aggregation needs all uploads in one process: run it without torchrun")
         now = RoundInProgress(members, self.feed.rows(members), ahead)
         needs = members[0].algorithm.needs(members[0].plan.number)
         needs_gradients = needs.full_gradient or needs.control_variate
@@ -146,7 +153,6 @@ class Stacked:
         if ranks.world > 1:
             layouts = [self._empty_upload(member, down) for member, down in zip(members, now.downs, strict=True)]
             ranks.combine(now.sums, layouts, now.failed)
-            ranks.share_uploads(now.sums, layouts, now.failed, [len(member.plan.cohort) for member in members])
         return [self._close(now, e) for e in range(len(members))]
 
     def _run(self, chunks: list[list[Row]], work: Callable[[list[Row]], None]) -> None:
@@ -200,7 +206,7 @@ class Stacked:
         work = LocalWork(
             algorithm, local, down, buffers, batches, info.lr, clip, needs.control_variate, needs.second_gradient
         )  # fmt: skip
-        local, losses = self._take_steps(self._problem, work, lone_sample=bool((filled == 1).any()))
+        local, losses = self._take_steps(self._problem, work, filled)
         sent, client = algorithm.finish(local, down, client, info)
         return Trained(
             losses=losses / send(steps, self.objective.device),
@@ -284,11 +290,12 @@ class Stacked:
             steps[e] = step_server(member.algorithm, self.objective.layers, member.state, member.plan, sums)
         return steps
 
-    def _take_steps(self, problem: StackedObjective, work: LocalWork, lone_sample: bool = False) -> tuple[Any, Tensor]:
+    def _take_steps(self, problem: StackedObjective, work: LocalWork, filled: Indices) -> tuple[Any, Tensor]:
         """Return the local state after all steps, and the sum of every row's losses."""
         if self.graphs is not None:
-            return self.graphs.train(problem, work, lone_sample)
-        problem.forward.announce(lone_sample)
+            return self.graphs.train(problem, work, filled)
+        assert isinstance(problem.forward, StackedForward)
+        problem.forward.announce(lone_sample=not problem.summed and bool((filled == 1).any()))
         return train(problem, self.parts, work)
 
     def _client_records(self, now: RoundInProgress, chunk: list[Row], home: torch.device) -> list[Any]:
@@ -393,25 +400,27 @@ class Stacked:
         for line, positions in zip(padded, samples, strict=True):
             line[: len(positions)], line[len(positions) :] = positions, positions[0]
         index = send(padded.reshape(len(chunk), steps, batch), device)
-        counts = send(np.clip(sizes[:, None] - batch * np.arange(steps), 0, batch), device)
+        filled = np.clip(sizes[:, None] - batch * np.arange(steps), 0, batch)
+        counts = send(filled, device)
         states = [now.members[row.member].state for row in chunk]
         y = self._to_layout(torch.stack([state.server.x for state in states]))
         buffers = {n: torch.stack([state.buffers[n] for state in states]) for n in self.objective.buffers}
         start = Summing(y, torch.zeros_like(y))
         work = LocalWork(SumOfGradients(), start, NoBroadcast(), buffers, Batches(index, counts, None, None), 0.0)
-        local, _ = self._take_steps(StackedObjective(self.objective, self.data, self.forward, summed=True), work)
+        problem = StackedObjective(self.objective, self.data, self.forward, summed=True)
+        local, _ = self._take_steps(problem, work, filled)
         gradients = local.total / send(sizes, device).to(y.dtype).unsqueeze(1)
         now.gradients |= dict(zip(chunk, gradients, strict=True))
 
     def _mean_gradient(self, now: RoundInProgress, e: int, ranks: Ranks) -> Tensor:
         """Return the full gradients of a member's clients, combined as its uploads are."""
         member, rows = now.members[e], [row for row in now.rows if row.member == e]
-        mean = torch.zeros_like(member.state.server.x)
         if isinstance(self.protocol.aggregation, Mean):
+            mean = torch.zeros_like(member.state.server.x)
             for row in rows:
                 mean = mean + row.weight * now.gradients[row]
             return self._to_usual_order(ranks.add(mean))
-        vectors = ranks.gather({row.c: now.gradients[row] for row in rows}, mean, len(member.plan.cohort))
+        vectors = [now.gradients[row] for row in sorted(rows, key=lambda row: row.c)]
         weights = client_weights(member.plan, member.protocol.by_examples)
         return self._to_usual_order(combine_vectors(self.protocol.aggregation, vectors, weights))
 

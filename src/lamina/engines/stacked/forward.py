@@ -1,14 +1,13 @@
-"""Compute the losses of many clients in one pass, with stacked layers or with `torch.func.vmap`."""
+"""Compute the losses of clients: of many in one pass with stacked layers, or of one with the module itself."""
 
 from __future__ import annotations
 
 import functools
 import warnings
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from lamina.base import rng
@@ -18,7 +17,7 @@ from lamina.engines.stacked.layers.attention_masks import unread_masks
 from lamina.engines.stacked.layers.convolution import kernels_for
 from lamina.engines.stacked.layers.fusion import fuse
 from lamina.engines.stacked.layers.modules import for_vmap, frozen_per_client, is_batch_norm, stack, use_kernels
-from lamina.engines.stacked.layers.per_module import PerModule, over_clients
+from lamina.engines.stacked.layers.per_module import PerModule
 from lamina.engines.stacked.probe import FULL, PADDED, PROBE_CLIENTS, ProbeCase, value_read
 from lamina.objective.batch import Inputs, arguments, map_batch, outputs_of
 from lamina.objective.dropout import dropping_half, set_streams, stream_layers
@@ -28,39 +27,8 @@ from lamina.objective.objective import Buffers, Objective
 Parameters = Mapping[str, Tensor]  # by name, each [C, ...]
 
 
-class Forward(Protocol):
-    """The forward pass of C clients with their own parameters, each on its own batch of B samples."""
-
-    name: str
-    precision: Precision
-    layout: ChannelsLast | None  # the order of the vectors' elements; None: the order of the module's parameters
-
-    def announce(self, lone_sample: bool) -> None:
-        """Set whether some client's next batch holds a single sample, which BatchNorm refuses."""
-        ...
-
-    def dtype_of(self, parameter: Tensor) -> torch.dtype:
-        """Return the type in which the pass uses a parameter [C, ...]."""
-        ...
-
-    def rounded(self, parameters: Parameters) -> Parameters:
-        """Return the parameters in the types that the pass uses."""
-        ...
-
-    def losses(
-        self, parameters: Parameters, buffers: Buffers, inputs: Inputs, targets: Tensor, mask: Tensor | None,
-        *, train: bool, streams: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Return the losses of all samples [C, B].
-
-        `buffers` ([C, ...] each) are updated in place in training mode. `streams` [C] are the random streams of the
-        dropout masks; the default is stream 0.
-        """
-        ...
-
-
 class StackedForward:
-    """A forward pass with stacked layers, and clients folded into the batch."""
+    """The forward pass of C clients with their own parameters, each on its own batch of B samples, as one batch."""
 
     name = "stacked"
 
@@ -90,24 +58,26 @@ class StackedForward:
             use_kernels(self.module, kernels, "tf32x3" if self.precision == "fp32" else "tf32")
 
     def announce(self, lone_sample: bool) -> None:
-        """See `Forward`."""
+        """Set whether some client's next batch holds a single sample, which BatchNorm refuses."""
         for layer in self.batch_norms:
             layer.lone_sample = lone_sample  # type: ignore[assignment]
 
-    def dtype_of(self, parameter: Tensor) -> torch.dtype:
-        """Return bfloat16 for matrices and kernels if that is the precision; biases and norm scales stay float32."""
-        is_rounded = self.precision == "bf16" and parameter.dim() > 2 and parameter.is_floating_point()
-        return torch.bfloat16 if is_rounded else parameter.dtype
+    def rounds(self, name: str, parameter: Tensor) -> bool:
+        """Return whether the pass uses a parameter [C, ...] in bfloat16, as it does matrices and kernels in bf16.
 
-    def rounded(self, parameters: Parameters) -> Parameters:
-        """Return the parameters in the types that the pass uses; the rows keep them in float32."""
-        return {name: parameter.to(self.dtype_of(parameter)) for name, parameter in parameters.items()}
+        The rows keep all parameters in float32.
+        """
+        return self.precision == "bf16" and parameter.dim() > 2 and parameter.is_floating_point()
 
     def losses(
         self, parameters: Parameters, buffers: Buffers, inputs: Inputs, targets: Tensor, mask: Tensor | None,
         *, train: bool, streams: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the losses of all samples [C, B]."""
+        """Return the losses of all samples [C, B].
+
+        `buffers` ([C, ...] each) are updated in place in training mode. `streams` [C] are the random streams of the
+        dropout masks; the default is stream 0.
+        """
         clients, batch = targets.shape[:2]
         args, kwargs = arguments(map_batch(self._folded, inputs))
         self.objective.set_mode(self.module, train)
@@ -144,81 +114,88 @@ class StackedForward:
         return values.bfloat16() if self.precision == "bf16" and values.is_floating_point() else values
 
 
-class VmapForward:
-    """A forward pass with `torch.func.vmap` over the unchanged module."""
+class CapturedForward:
+    """The forward pass of the module itself, for one client at a time (C = 1); see apart.py."""
 
-    name = "vmap"
-    precision: Precision = "fp32"
+    name = "captured"
     layout: ChannelsLast | None = None
 
-    def __init__(self, objective: Objective) -> None:
-        self.objective = objective
-        self.module = for_vmap(objective.seeded)
+    def __init__(self, objective: Objective, precision: Precision) -> None:
+        self.objective, self.precision = objective, precision
+        is_rounded = precision == "bf16" and objective.dtype == torch.float32
+        layers = objective.module.named_modules() if is_rounded else ()
+        of_layers = ((layer, name) for name, layer in layers if type(layer) in ROUNDED_BY_AUTOCAST)
+        self._rounded = {f"{name}.{own}" if name else own for layer, name in of_layers for own in layer._parameters}
+        self._rounded -= objective.tied  # other layers may use them in another way
 
-    def announce(self, lone_sample: bool) -> None:
-        """Do nothing: torch itself refuses a batch of one sample."""
+    def rounds(self, name: str, parameter: Tensor) -> bool:
+        """Return whether autocast rounds this parameter whenever it is used, so that it can be done once a step."""
+        return name in self._rounded
 
-    def dtype_of(self, parameter: Tensor) -> torch.dtype:
-        """Return the parameter's own type."""
-        return parameter.dtype
-
-    def rounded(self, parameters: Parameters) -> Parameters:
-        """Return the parameters as they are."""
-        return parameters
-
-    def losses(
-        self, parameters: Parameters, buffers: Buffers, inputs: Inputs, targets: Tensor, mask: Tensor | None,
+    def gradients(
+        self, parameters: Parameters, buffers: Buffers, inputs: Inputs, targets: Tensor,
         *, train: bool, streams: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Return the losses of all samples [C, B]."""
-        objective = self.objective
+    ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
+        """Return the gradient of the mean loss by name [1, ...], or of the sum unless `train`, and that loss [1].
 
-        def one(own: Parameters, own_buffers: Buffers, xs: Inputs, ys: Tensor, stream: Tensor | None) -> Tensor:
-            outputs = objective.outputs_at(own, own_buffers, xs, train=train, streams=stream, module=self.module)
-            losses: Tensor = objective.loss(outputs, ys)
-            return losses
+        The backward pass runs while the module holds the parameters: it may run parts of the module again.
+        """
+        (own, own_buffers), own_inputs = _only_client(parameters, buffers), map_batch(_squeezed, inputs)
+        weights = None if train else torch.ones(targets.shape[1], dtype=self.objective.dtype, device=targets.device)
+        with unread_masks():
+            gradients, loss = self.objective.gradient_at(
+                own, own_buffers, own_inputs, targets.squeeze(0), train=train, streams=streams, weights=weights
+            )
+        return {name: gradient.unsqueeze(0) for name, gradient in gradients.items()}, loss.unsqueeze(0)
 
-        streams = objective.streams_or_zeros(streams, len(targets))
-        axes = (0, 0, 0, 0, None if streams is None else 0)
-        losses: Tensor = over_clients(one, axes)(dict(parameters), buffers, inputs, targets, streams)
-        return losses
+
+# layers that do nothing with their parameters but multiply inputs by them
+ROUNDED_BY_AUTOCAST = (
+    nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear, nn.MultiheadAttention,
+    nn.Conv1d, nn.Conv2d, nn.Conv3d,
+)  # fmt: skip
+
+
+Forward = StackedForward | CapturedForward
+
+
+def _only_client(*records: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    return [{name: tensor.squeeze(0) for name, tensor in record.items()} for record in records]
+
+
+def _squeezed(values: Tensor) -> Tensor:
+    return values.squeeze(0)
 
 
 def choose_forward(
-    objective: Objective, sample: tuple[Inputs, Tensor], precision: Precision, name: str = "auto"
-) -> tuple[Forward | None, str]:
-    """Return the fastest forward pass that suits the module, and why it is not the stacked one.
+    objective: Objective, sample: tuple[Inputs, Tensor], precision: Precision
+) -> tuple[StackedForward | None, str]:
+    """Return the stacked forward pass, or None and why the module has none.
 
-    The forward pass is None if only the loop can run the module. `sample` holds the inputs and targets of several
-    clients' batches, one after the other (see `probe_samples`).
+    `sample` holds the inputs and targets of several clients' batches, one after the other (see `probe_samples`).
     """
     reading = value_read(objective, for_vmap(objective.seeded), *sample)
     if reading:
         return None, reading
-    reasons = []
-    for form in ("stacked", "vmap") if name == "auto" else (name,):
-        try:
-            forward = StackedForward(objective) if form == "stacked" else VmapForward(objective)
-            # whether a form is right depends neither on the precision it will run in nor on the fastest algorithm
-            with arithmetic("fp32", benchmark=False), dropping_half():
-                _compare(forward, objective, *sample)
-        except CannotStack as error:
-            reasons.append(str(error))
-        except Exception as error:  # whatever a user's module raises under vmap or stacking
-            reasons.append(f"{form}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-        else:
-            if isinstance(forward, StackedForward):  # out of the try clause: what fails here is not the user's module
-                forward.precision = precision
-                if precision == "bf16":
-                    # A CPU that has no bf16 products is not an error, but torch warns with its C++ stack.
-                    warnings.filterwarnings("ignore", message=r"mkldnn_\w+ failed, switching to BLAS gemm")
-                if objective.device.type == "cuda":
-                    forward.suit_a_gpu()
-            return forward, "; ".join(reasons)
-    return None, "; ".join(reasons)
+    try:
+        forward = StackedForward(objective)
+        # whether a form is right depends neither on the precision it will run in nor on the fastest algorithm
+        with arithmetic("fp32", benchmark=False), dropping_half():
+            _compare(forward, objective, *sample)
+    except CannotStack as error:
+        return None, str(error)
+    except Exception as error:  # whatever a user's module raises when it is stacked
+        return None, f"stacked: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    forward.precision = precision
+    if precision == "bf16":
+        # A CPU that has no bf16 products is not an error, but torch warns with its C++ stack.
+        warnings.filterwarnings("ignore", message=r"mkldnn_\w+ failed, switching to BLAS gemm")
+    if objective.device.type == "cuda":
+        forward.suit_a_gpu()
+    return forward, ""
 
 
-def _compare(forward: StackedForward | VmapForward, objective: Objective, inputs: Inputs, targets: Tensor) -> None:
+def _compare(forward: StackedForward, objective: Objective, inputs: Inputs, targets: Tensor) -> None:
     """Raise `CannotStack` if a forward pass does not give the gradients of the module itself."""
     try:
         _probe(forward, objective, inputs, targets, tolerance=1e-9 if objective.dtype == torch.float64 else 1e-3)
@@ -227,7 +204,7 @@ def _compare(forward: StackedForward | VmapForward, objective: Objective, inputs
             raise
         try:  # rounding may flip a ReLU in float32, which float64 tells from a real mismatch
             exact = objective.in_type(torch.float64)
-            _probe(type(forward)(exact), exact, map_batch(_doubled, inputs), _doubled(targets), tolerance=1e-9)
+            _probe(StackedForward(exact), exact, map_batch(_doubled, inputs), _doubled(targets), tolerance=1e-9)
         except Exception:  # it is one, or the module cannot compute in float64
             raise mismatch from None
 
@@ -236,7 +213,7 @@ def _doubled(values: Tensor) -> Tensor:
     return values.double() if values.is_floating_point() else values
 
 
-def _probe(forward: Forward, objective: Objective, inputs: Inputs, targets: Tensor, tolerance: float) -> None:
+def _probe(forward: StackedForward, objective: Objective, inputs: Inputs, targets: Tensor, tolerance: float) -> None:
     """Compare clients trained together with clients trained alone, to find layers that mix the samples of a batch."""
     _refuse_changed_buffers(forward, objective, inputs)
     x, own_batches = objective.start, functools.partial(unfold_clients, clients=PROBE_CLIENTS)
@@ -264,9 +241,7 @@ def _probe(forward: Forward, objective: Objective, inputs: Inputs, targets: Tens
             error = torch.linalg.vector_norm(torch.where(odd, 0.0, gradient[i] - alone))
             size = torch.linalg.vector_norm(torch.where(odd, 0.0, alone))
             if not bool(error <= tolerance * size + 1e-12):
-                raise CannotStack(
-                    f"{forward.name}: the module mixes samples of a batch, or uses a layer's parameters directly"
-                )
+                raise CannotStack("the module mixes samples of a batch, or uses a layer's parameters directly")
 
 
 def _with_padding(values: Tensor, case: ProbeCase) -> Tensor:
@@ -275,12 +250,11 @@ def _with_padding(values: Tensor, case: ProbeCase) -> Tensor:
     return torch.cat([values[: case.clients, : case.real], others], 1)
 
 
-def _refuse_changed_buffers(forward: Forward, objective: Objective, inputs: Inputs) -> None:
+def _refuse_changed_buffers(forward: StackedForward, objective: Objective, inputs: Inputs) -> None:
     """Refuse modules whose buffers change in training, except BatchNorm's, which are stored per client."""
     buffers = {n: b.clone() for n, b in objective.buffers.items()}
     with rng.forked(objective.device), torch.no_grad():
         objective.outputs(objective.start, buffers, inputs, train=True)
-    known = forward.per_client_buffers if isinstance(forward, StackedForward) else set()
     for name, buffer in buffers.items():
-        if name not in known and not torch.equal(buffer, objective.buffers[name]):
-            raise CannotStack(f"{forward.name}: training changes the buffer '{name}', which has no stacked form")
+        if name not in forward.per_client_buffers and not torch.equal(buffer, objective.buffers[name]):
+            raise CannotStack(f"training changes the buffer '{name}', which has no stacked form")

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Number
 from lamina.algorithms.declaration import options
+from lamina.data.parts import Indices
+from lamina.engines.stacked.forward import StackedForward
 from lamina.engines.stacked.gpu.launch import compile_ahead, recording
 from lamina.engines.stacked.independence import number_options
 from lamina.engines.stacked.layers.convolution import kernels_for, wait_for_kernels
@@ -33,6 +35,7 @@ from lamina.objective.objective import Buffers
 log = logging.getLogger(__name__)
 
 MAX_CAPTURED = 2  # kept at a time for each problem: rounds with and without short batches, say
+MAX_SIZES = 32  # of batches that are captured; others run one operation at a time
 ALIGNMENT = 16  # elements between the starts of rows: wide loads
 
 
@@ -43,16 +46,18 @@ class Graphs:
     _captured: dict[Any, CapturedSteps] = field(default_factory=dict, repr=False)
     _pool: Any = field(default=None, repr=False)  # the memory that their activations share: one runs at a time
 
-    def train(self, problem: StackedObjective, work: LocalWork, lone_sample: bool = False) -> tuple[Any, Tensor]:
+    def train(self, problem: StackedObjective, work: LocalWork, filled: Indices) -> tuple[Any, Tensor]:
         """Take all local steps; return the local state and the sum of losses, both valid until the next call.
 
         Args:
             problem: what the rows differentiate.
             work: what they start from.
-            lone_sample: whether some batch holds one sample, which BatchNorm refuses while a step is captured.
+            filled: how many samples the batches have [rows, K]; BatchNorm refuses one sample while a step is captured.
         """
+        lone_sample = not problem.summed and bool((filled == 1).any())
+        assert isinstance(problem.forward, StackedForward)
         problem.forward.announce(lone_sample)
-        kind = (problem.summed, lone_sample, _structure(work))
+        kind = (problem.summed, lone_sample, structure(work))
         steps = self._captured.get(kind)
         if steps is None or work.rows > steps.capacity:
             self._captured.pop(kind, None)
@@ -73,13 +78,18 @@ class Graphs:
         had_any = bool(self._captured)
         self._captured.clear()
         self._pool = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_graphs()
         return had_any
 
 
-def _structure(work: LocalWork) -> Any:
+def free_graphs() -> None:
+    """Give back the memory of graphs that nothing refers to any more."""
+    gc.collect()  # they may be in reference cycles
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def structure(work: LocalWork) -> Any:
     """Return what a captured step depends on, apart from the number of rows: shapes and options, but no numbers."""
     samples, numbers = work.batches.samples, _numbers(work)
     return (
@@ -138,8 +148,9 @@ def _aligned(like: Tensor, rows: int) -> Tensor:
 class CapturedSteps:
     """The local steps of up to `capacity` rows, in buffers of their own."""
 
-    def __init__(self, problem: StackedObjective, work: LocalWork, pool: Any) -> None:
+    def __init__(self, problem: StackedObjective, work: LocalWork, pool: Any, stream: Any = None) -> None:
         self.capacity = work.rows
+        self._stream = stream  # where steps are captured; None: on a stream for all
         self._kernels = kernels_for(work.local.y.device, work.local.y.dtype)
         self._problem, self._pool = problem, pool
         self._local = map_record(self._rows_like, work.local)
@@ -157,21 +168,24 @@ class CapturedSteps:
         self._parameters, self._rounded = self._views_of_parameters()
         self._at_x = problem.layers.unflatten(self._down.x) if work.control else {}
         self._fused = self._fuse()
-        self._graphs: dict[int, Callable[[], None]] = {}  # by number of rows
+        self._graphs: dict[tuple[int, int], Callable[[], None]] = {}  # by number of rows and size of the batch
         self._sent_addresses: list[Tensor] = []  # of the gradients, one table per graph
 
-    def train(self, work: LocalWork) -> tuple[Any, Tensor]:
+    def train(self, work: LocalWork, sizes: Sequence[int] = ()) -> tuple[Any, Tensor]:
         """Take all steps from these inputs; the returned tensors are valid until the next call.
 
         A step is captured for a few numbers of rows. Rows without a client compute on old values that nobody reads.
+        `sizes` are those of the steps' batches, if they are not padded.
         """
-        rows, count = work.batches.samples.shape[:2]
+        rows, count, batch = work.batches.samples.shape
         size = min(size_class(rows), self.capacity)
-        if size not in self._graphs:
-            self._graphs[size] = self._capture(size, work)
+        steps = [(size, n) for n in sizes or [batch] * count]
+        for step in dict.fromkeys(steps):
+            if step not in self._graphs and not (sizes and len(self._graphs) == MAX_SIZES):
+                self._graphs[step] = self._capture(*step, work)
         self._copy_in(work)  # after the capture: the runs before it change the state
-        for _ in range(count):
-            self._graphs[size]()
+        for step in steps:
+            self._graphs[step]() if step in self._graphs else self._step(*step, self._own_addresses().copy_)
         for name, buffer in work.buffers.items():
             buffer.copy_(self._buffers[name][:rows])
         return map_record(lambda value: value[:rows], self._local), self._losses[:rows]
@@ -195,11 +209,11 @@ class CapturedSteps:
         """Return the parameters in the precision of the forward pass by name, and the buffer of the rounded ones."""
         layers, forward = self._problem.layers, self._problem.forward
         parameters = layers.unflatten(self._local.y)
-        if all(forward.dtype_of(parameter) == parameter.dtype for parameter in parameters.values()):
+        if not any(forward.rounds(name, parameter) for name, parameter in parameters.items()):
             return parameters, None
         rounded = self._rows_like(self._local.y.bfloat16())
         views = layers.unflatten(rounded)
-        return {n: views[n] if forward.dtype_of(p) != p.dtype else p for n, p in parameters.items()}, rounded
+        return {n: views[n] if forward.rounds(n, p) else p for n, p in parameters.items()}, rounded
 
     def _copy_in(self, work: LocalWork) -> None:
         rows, count = work.batches.samples.shape[:2]
@@ -248,12 +262,13 @@ class CapturedSteps:
             log.info("the local step is not fused into one kernel: %s.step uses %s", name, reason)
             return None
 
-    def _step(self, rows: int, send_addresses: Callable[[Tensor], Tensor]) -> None:
-        """Take one local step of the first rows, in place.
+    def _step(self, rows: int, size: int, send_addresses: Callable[[Tensor], Tensor]) -> None:
+        """Take one local step of the first rows, in place, with batches of this size.
 
         `send_addresses` copies the table of the gradients' addresses to the device, where the kernels read it.
         """
         batch = map_record(lambda value: value[:rows].index_select(1, self._k).squeeze(1), self._batches)
+        batch = batch.first(size)
         y, x = ({n: view[:rows] for n, view in views.items()} for views in (self._parameters, self._at_x))
         buffers = {name: buffer[:rows] for name, buffer in self._buffers.items()}
         gradients, losses = self._problem.step_gradients(self._work, y, x, buffers, batch)
@@ -288,27 +303,32 @@ class CapturedSteps:
 
     # --- capture ---------------------------------------------------------------------------------------------------
 
-    def _capture(self, rows: int, work: LocalWork) -> Callable[[], None]:
+    def _own_addresses(self) -> Tensor:
+        """Return a table for the gradients' addresses; graphs read it as long as they live."""
+        table = torch.zeros(len(self._problem.layers.names), 4, dtype=torch.long, device=self._local.y.device)
+        self._sent_addresses.append(table)
+        return table
+
+    def _capture(self, rows: int, size: int, work: LocalWork) -> Callable[[], None]:
         """Return a function that takes one step of the first rows: the replay of a CUDA graph, where there is CUDA.
 
         `work` is something to try the step on before it is captured.
         """
         device = self._local.y.device
         if device.type != "cuda":
-            return lambda: self._step(rows, lambda addresses: addresses)
-        sent_addresses = torch.zeros(len(self._problem.layers.names), 4, dtype=torch.long, device=device)
-        self._sent_addresses.append(sent_addresses)  # the graph reads them as long as it lives
+            return lambda: self._step(rows, size, lambda addresses: addresses)
+        sent_addresses = self._own_addresses()
         if not self._graphs:
             with recording() as launches:
                 self._copy_in(work)
-                self._step(rows, sent_addresses.copy_)
+                self._step(rows, size, sent_addresses.copy_)
             compile_ahead(launches)
         wait_for_kernels()
         self._copy_in(work)
-        side = _warm_up_stream(device)
+        side = self._stream or _warm_up_stream(device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._step(rows, sent_addresses.copy_)  # so that libraries have their workspaces
+            self._step(rows, size, sent_addresses.copy_)  # so that libraries have their workspaces
         torch.cuda.current_stream().wait_stream(side)
         unsent: list[Tensor] = []
 
@@ -317,7 +337,7 @@ class CapturedSteps:
             unsent.append(addresses)
             return sent_addresses
 
-        replay = _captured(lambda: self._step(rows, send_later), self._pool)
+        replay = captured(lambda: self._step(rows, size, send_later), self._pool, self._stream)
         if unsent:
             sent_addresses.copy_(unsent[-1])
         return replay
@@ -329,16 +349,16 @@ def _warm_up_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _captured(work: Callable[[], None], pool: Any) -> Callable[[], None]:
-    """Return the work as a CUDA graph.
+def captured(work: Callable[[], None], pool: Any, stream: Any) -> Callable[[], None]:
+    """Return the work as a CUDA graph, captured on a stream (None: on torch's).
 
     The work leaves nothing behind but what it writes into buffers from elsewhere, so that graphs may share a pool.
     """
     graph = torch.cuda.CUDAGraph()
-    is_collecting, stream, too_large = gc.isenabled(), torch.cuda.current_stream(), None
+    is_collecting, current, too_large = gc.isenabled(), torch.cuda.current_stream(), None
     gc.disable()  # a graph destroyed by the collector while another is captured would break that one
     try:
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             try:
                 work()
             except torch.cuda.OutOfMemoryError as error:  # raised once the capture has ended, which may also fail
@@ -347,7 +367,7 @@ def _captured(work: Callable[[], None], pool: Any) -> Callable[[], None]:
         if too_large is None:
             raise
     finally:
-        torch.cuda.set_stream(stream)  # a capture whose end fails leaves its own
+        torch.cuda.set_stream(current)  # a capture whose end fails leaves its own
         if is_collecting:
             gc.enable()
     if too_large is not None:

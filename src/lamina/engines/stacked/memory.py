@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm
 from lamina.base.errors import BadInput
+from lamina.engines.stacked.forward import CapturedForward
 from lamina.engines.stacked.gpu.launch import recording
 from lamina.engines.stacked.steps import Batches, StackedObjective
 from lamina.objective.objective import Objective
@@ -129,11 +130,12 @@ def row_bytes(problem: StackedObjective, batch: int) -> int:
     objective = problem.objective
     index = torch.zeros(1, batch, dtype=torch.long, device=objective.device)
     keys = index if problem.augmentation is not None else None
-    parameters = problem.forward.rounded(objective.layers.unflatten(objective.start.unsqueeze(0)))
+    parameters = problem.rounded(objective.layers.unflatten(objective.start.unsqueeze(0)))
     leaves = {name: parameter.clone().requires_grad_() for name, parameter in parameters.items()}
     buffers: dict[str, Any] = {name: buffer.unsqueeze(0).clone() for name, buffer in objective.buffers.items()}
+    differentiate = problem.gradients if isinstance(problem.forward, CapturedForward) else problem.mean_losses
     with recording(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):  # sizes need no results
-        problem.mean_losses(leaves, buffers, Batches(index, None, keys, None))
+        differentiate(leaves, buffers, Batches(index, None, keys, None))
     vector = objective.start.numel() * objective.start.element_size()
     return VECTORS_PER_ROW * vector + 2 * sum(saved.values())
 

@@ -9,7 +9,7 @@ layers that span several tensors) gets whole vectors; independence.py finds out.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +18,11 @@ from torch import Tensor
 from lamina.algorithms.contract import Number
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment, training_inputs
-from lamina.engines.stacked.forward import Forward
+from lamina.engines.stacked.forward import CapturedForward, Forward, StackedForward
 from lamina.engines.stacked.independence import join, split
 from lamina.engines.stacked.side_stream import differentiate
 from lamina.engines.state import copy_buffers
-from lamina.objective.batch import map_batch
+from lamina.objective.batch import Inputs, map_batch
 from lamina.objective.layers import Grouping, Layers
 from lamina.objective.objective import Buffers, Objective
 
@@ -39,11 +39,15 @@ class Batches(NamedTuple):
         """Return the batches of one step. Batches that are equally short are cut, others stay padded."""
         samples, counts, keys, streams = (None if value is None else value[:, k] for value in self)
         assert samples is not None
-        if counts is not None:
-            longest = int(counts.max())
-            samples, keys = samples[:, :longest], None if keys is None else keys[:, :longest]
-            counts = None if int(counts.min()) == longest else counts
-        return Batches(samples, counts, keys, streams)
+        if counts is None:
+            return Batches(samples, counts, keys, streams)
+        longest = int(counts.max())
+        counts = None if int(counts.min()) == longest else counts
+        return Batches(samples, counts, keys, streams).first(longest)
+
+    def first(self, size: int) -> Batches:
+        """Return the first samples of the batches of one step."""
+        return self._replace(samples=self.samples[:, :size], keys=None if self.keys is None else self.keys[:, :size])
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,25 @@ class LocalWork:
     def rows(self) -> int:
         """How many rows are trained."""
         return len(self.batches.samples)
+
+    def row(self, r: int) -> LocalWork:
+        """Return the work of one row, whose batches are not padded."""
+
+        def own(value: Any) -> Any:
+            return value[r : r + 1] if isinstance(value, Tensor) else value
+
+        numbers = {field.name: own(getattr(self.algorithm, field.name)) for field in fields(self.algorithm)}
+        return LocalWork(
+            algorithm=replace(self.algorithm, **numbers),
+            local=type(self.local)(*map(own, self.local)),
+            down=type(self.down)(*map(own, self.down)),
+            buffers={name: own(buffer) for name, buffer in self.buffers.items()},
+            batches=Batches(*map(own, self.batches))._replace(counts=None),
+            lr=own(self.lr),
+            clip=own(self.clip),
+            control=self.control,
+            second=self.second,
+        )
 
 
 @dataclass(frozen=True)
@@ -110,7 +133,12 @@ class StackedObjective:
         self, parameters: Mapping[str, Tensor], buffers: Buffers, batch: Batches
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return every row's gradient of its mean loss by name, perhaps rounded, and those losses [rows]."""
-        leaves = {n: p.detach().requires_grad_() for n, p in self.forward.rounded(parameters).items()}
+        parameters = self.rounded(parameters)
+        if isinstance(self.forward, CapturedForward):
+            x, y = self._samples(batch)
+            train = not self.summed
+            return self.forward.gradients(parameters, buffers, x, y, train=train, streams=batch.streams)
+        leaves = {n: p.detach().requires_grad_() for n, p in parameters.items()}
         # a parameter that the loss does not reach has a gradient of zero, as in the loop
         losses, gradients = differentiate(lambda: self.mean_losses(leaves, buffers, batch), list(leaves.values()))
         by_name = dict(zip(leaves, gradients, strict=True))
@@ -120,9 +148,8 @@ class StackedObjective:
 
     def mean_losses(self, parameters: Mapping[str, Tensor], buffers: Buffers, batch: Batches) -> Tensor:
         """Return every row's mean loss over the real samples of its batch [rows]; their sum if `summed`."""
-        x = map_batch(lambda values: _take(values, batch.samples), self.data.x)
-        data, y = self.data, _take(self.data.y, batch.samples)
-        x = training_inputs(x, batch.keys, self.augmentation, data.mean, data.std, self.objective.dtype)
+        assert isinstance(self.forward, StackedForward)
+        x, y = self._samples(batch)
         counts = batch.counts
         mask = None if counts is None else torch.arange(y.shape[1], device=y.device) < counts.unsqueeze(1)
         train = not self.summed
@@ -131,6 +158,17 @@ class StackedObjective:
             return losses.sum(1) if self.summed else losses.mean(1)
         sums = torch.where(mask, losses, 0.0).sum(1)
         return sums if self.summed else sums / counts.clamp(min=1)
+
+    def rounded(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parameters in the types that the forward pass uses."""
+        return {n: p.bfloat16() if self.forward.rounds(n, p) else p for n, p in parameters.items()}
+
+    def _samples(self, batch: Batches) -> tuple[Inputs, Tensor]:
+        """Return the inputs, augmented and normalised, and the targets of a batch."""
+        data = self.data
+        x = map_batch(lambda values: _take(values, batch.samples), data.x)
+        x = training_inputs(x, batch.keys, self.augmentation, data.mean, data.std, self.objective.dtype)
+        return x, _take(data.y, batch.samples)
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:

@@ -273,7 +273,7 @@ def test_coordinates_count_as_in_the_loop(kind, model):
     run, loop = (simulation(kind(), engine, model, lr=0.1) for engine in ("auto", "loop"))
     run.run(2)
     loop.run(2)
-    assert run.engine.name == ("loop" if (kind, model) == (Slices, "cnn") else "stacked")
+    assert run.engine.name == ("captured" if (kind, model) == (Slices, "cnn") else "stacked")
     assert_same(run, loop)
 
 

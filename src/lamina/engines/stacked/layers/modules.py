@@ -106,27 +106,6 @@ def _scaled(out: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (x if bias is None else x + bias.reshape(view)).flatten(0, 1)
 
 
-class _StackedInstanceNorm:
-    """InstanceNorm with statistics per sample and channel, scale and shift per client."""
-
-    def forward(self: Any, input: Tensor) -> Tensor:
-        """[C * B, channels, ...], the same shape out."""
-        self._check_input_dim(input)
-        out = F.instance_norm(input.to(at_least_float32(input)), eps=self.eps)
-        x = unfold_clients(out, self.weight.shape[0])
-        return (x * per_client(self.weight, x, 2) + per_client(self.bias, x, 2)).flatten(0, 1).to(input.dtype)
-
-
-class StackedPReLU(nn.PReLU):
-    """Slopes per client [C, 1 or channels]."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """[C * B, channels, ...], the same shape out."""
-        x = unfold_clients(input, self.weight.shape[0])
-        slopes = per_client(self.weight, x, min(2, x.dim() - 1)).to(x.dtype)
-        return torch.where(x > 0, x, slopes * x).flatten(0, 1)
-
-
 class PlainMaxPool2d(nn.MaxPool2d):
     """Max-pooling over adjacent windows. It has no parameters; it is replaced because our kernel is faster."""
 
@@ -222,11 +201,9 @@ STACKED: dict[type[nn.Module], type[nn.Module]] = {
     **_of_any_axes(StackedConvolution, nn.Conv1d, nn.Conv3d),
     **_of_any_axes(StackedTransposed, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     **_of_any_axes(_StackedBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-    **_of_any_axes(_StackedInstanceNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
     nn.GroupNorm: StackedGroupNorm,
     nn.LayerNorm: StackedLayerNorm,
     nn.RMSNorm: StackedRMSNorm,
-    nn.PReLU: StackedPReLU,
     nn.Embedding: StackedEmbedding,
     nn.EmbeddingBag: StackedEmbeddingBag,
     nn.RNN: StackedRNN,
@@ -345,8 +322,6 @@ def _check_options(name: str, layer: nn.Module) -> None:
         problem = "a cumulative average (momentum=None)"
     elif isinstance(layer, nn.modules.batchnorm._BatchNorm) and not layer.affine and not layer.track_running_stats:
         problem = "neither parameters nor running statistics"
-    elif isinstance(layer, nn.modules.instancenorm._InstanceNorm) and layer.track_running_stats:
-        problem = "running statistics"
     elif isinstance(layer, nn.RNNBase) and layer.num_layers > 1 and layer.dropout > 0:
         problem = "dropout"
     elif isinstance(layer, nn.Embedding | nn.EmbeddingBag) and (layer.max_norm is not None or layer.scale_grad_by_freq):
