@@ -102,10 +102,8 @@ class Stacked:
 
     def __post_init__(self) -> None:
         self.memory = Memory(self.objective.device)
-        if isinstance(self.forward, CapturedForward):
-            self.graphs = Apart()
-        else:
-            self.graphs = Graphs() if self.objective.device.type == "cuda" else None
+        graphs = Graphs() if self.objective.device.type == "cuda" else None
+        self.graphs = Apart() if isinstance(self.forward, CapturedForward) else graphs
         self.feed = BatchFeed(self.objective, self.protocol)
 
     @property
@@ -401,12 +399,11 @@ class Stacked:
             line[: len(positions)], line[len(positions) :] = positions, positions[0]
         index = send(padded.reshape(len(chunk), steps, batch), device)
         filled = np.clip(sizes[:, None] - batch * np.arange(steps), 0, batch)
-        counts = send(filled, device)
         states = [now.members[row.member].state for row in chunk]
         y = self._to_layout(torch.stack([state.server.x for state in states]))
         buffers = {n: torch.stack([state.buffers[n] for state in states]) for n in self.objective.buffers}
-        start = Summing(y, torch.zeros_like(y))
-        work = LocalWork(SumOfGradients(), start, NoBroadcast(), buffers, Batches(index, counts, None, None), 0.0)
+        batches = Batches(index, send(filled, device), None, None)
+        work = LocalWork(SumOfGradients(), Summing(y, torch.zeros_like(y)), NoBroadcast(), buffers, batches, 0.0)
         problem = StackedObjective(self.objective, self.data, self.forward, summed=True)
         local, _ = self._take_steps(problem, work, filled)
         gradients = local.total / send(sizes, device).to(y.dtype).unsqueeze(1)
