@@ -12,7 +12,7 @@ from lamina.rounds.aggregation import Median
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan
 from lamina.rounds.schedules import Cosine
-from lamina.rounds.settings import SERVER_ONLY, UNPLANNED, Settings, TrainSettings
+from lamina.rounds.settings import SERVER_ONLY, UNPLANNED, TrainArguments, TrainSettings
 
 # another value of every setting
 OTHER = {
@@ -37,7 +37,7 @@ def alternatives(hint):
 
 
 def test_the_keyword_arguments_are_the_fields():
-    arguments, fields = get_type_hints(Settings), get_type_hints(TrainSettings)
+    arguments, fields = get_type_hints(TrainArguments), get_type_hints(TrainSettings)
     assert list(arguments) == list(fields) == list(OTHER)
     for name, hint in fields.items():
         assert alternatives(hint) <= alternatives(arguments[name]), name

@@ -23,7 +23,7 @@ from lamina.engines.devices import Precision, choose_device
 from lamina.engines.stacked.engine import Stacked
 from lamina.models.registry import Factory
 from lamina.rounds.clients import Heldout
-from lamina.rounds.settings import Settings, TrainSettings
+from lamina.rounds.settings import TrainArguments, TrainSettings
 from lamina.storage.identity import of_run
 from lamina.training.history import History, Row
 from lamina.training.inputs import as_algorithm, as_splits
@@ -129,7 +129,7 @@ class Simulation(Training):
         out: str | Path | None = None,
         overwrite: bool = False,
         accept_changed_code: bool = False,
-        **settings: Unpack[Settings],
+        **settings: Unpack[TrainArguments],
     ) -> None:
         # the checks that need no data come first: a mistake costs no time
         if not (partition is None or isinstance(partition, str) or callable(getattr(partition, "split", None))):

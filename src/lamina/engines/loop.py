@@ -45,7 +45,7 @@ FULL_GRADIENT_CHUNK = 512  # samples at a time in a gradient over all of a clien
 FIXED_CHUNK = 64
 
 
-class Batch(NamedTuple):
+class StepBatch(NamedTuple):
     """The samples of one local step, and its randomness: every gradient of the step has the same dropout masks."""
 
     inputs: Inputs
@@ -142,7 +142,7 @@ class Loop:
                 local = after
         return local, torch.stack(losses)
 
-    def _gradient(self, y: Tensor, buffers: Buffers, batch: Batch, control: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _gradient(self, y: Tensor, buffers: Buffers, batch: StepBatch, control: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the gradient of a batch at y, relative to the one at `control` and clipped if asked for, and the loss.
 
         The pass at y updates the buffers in place.
@@ -159,7 +159,7 @@ class Loop:
             grad = clip_by_norm(grad, self.protocol.clip)
         return grad, loss
 
-    def _batch(self, plan: RoundPlan, c: int, k: int) -> Batch:
+    def _batch(self, plan: RoundPlan, c: int, k: int) -> StepBatch:
         """Gather, augment and normalise the batch of the c-th active client's step k."""
         data, device = self.data, self.objective.device
         index = torch.from_numpy(plan.batch(c, k)).to(device)
@@ -168,7 +168,7 @@ class Loop:
         keys = None if augmentation is None else torch.from_numpy(plan.augment_keys(c, k)).to(device)
         inputs = training_inputs(x, keys, augmentation, data.mean, data.std, self.objective.dtype)
         stream = torch.from_numpy(plan.dropout_stream(c, k)).to(device)
-        return Batch(inputs, data.y[index], stream, rng.torch_seed(int(plan.streams[c]), "dropout", k))
+        return StepBatch(inputs, data.y[index], stream, rng.torch_seed(int(plan.streams[c]), "dropout", k))
 
     def full_gradient(self, x: Tensor, buffers: Buffers, plan: RoundPlan, c: int) -> Tensor:
         """Return the gradient over all data of the c-th active client, with fixed BatchNorm statistics."""

@@ -26,7 +26,7 @@ from lamina.experiment.objects import describe_code
 from lamina.rounds import aggregation
 from lamina.rounds.clients import DEFAULT_CLIENTS
 from lamina.rounds.schedules import Schedule, make_schedule
-from lamina.rounds.settings import Settings, TrainSettings
+from lamina.rounds.settings import TrainArguments, TrainSettings
 from lamina.storage.identity import splits_digest
 from lamina.training.inputs import as_algorithm, create_model
 from lamina.training.metrics import Metric, description, find_all
@@ -86,7 +86,7 @@ def build(experiment: Experiment, splits: Splits | None = None) -> Training:
     )
 
 
-def settings_of(experiment: Experiment) -> Settings:
+def settings_of(experiment: Experiment) -> TrainArguments:
     """Return the settings of the experiment's protocol, as arguments of `Simulation` and `Federation`."""
     data, train, objects = experiment.data, experiment.train, experiment.objects.settings
     same = {
@@ -101,7 +101,7 @@ def settings_of(experiment: Experiment) -> Settings:
         or aggregation.make(train.aggregation.name, **train.aggregation.options()),
         "augmentation": Augment(**augment_options) if data.augment else None,
     }
-    return cast(Settings, same | own | dict(objects))
+    return cast(TrainArguments, same | own | dict(objects))
 
 
 def build_algorithm(experiment: Experiment) -> algorithms.Algorithm:

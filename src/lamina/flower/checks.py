@@ -59,7 +59,7 @@ class FullGradient(NamedTuple):
     gradient: Tensor
 
 
-class Evaluation(NamedTuple):
+class NodeMetrics(NamedTuple):
     """A client's checked evaluation of the model on its data."""
 
     figures: Mapping[str, float]  # the mean loss, the means that the metrics need, and the weights of a sample in them
@@ -128,7 +128,7 @@ def read_update(content: RecordDict, expected: Expected, examples_before: int | 
 
 def read_evaluation(
     content: RecordDict, limits: Limits, most: int | None = None, metrics: Sequence[Metric] | None = None
-) -> Evaluation:
+) -> NodeMetrics:
     """Return a checked evaluation; raises `Refused`.
 
     `most` is the number of examples the client said it trains on, where it evaluates on the same. Without `metrics`
@@ -152,7 +152,7 @@ def read_evaluation(
         weight = means[key] = figures.get(key, 1.0)
         if not (isinstance(weight, float) and 0 < weight <= (LARGEST_LOSS if metric.percent else 1.0)):
             raise Refused(f"its {key} is {_quote(weight)}")
-    return Evaluation(means, examples)
+    return NodeMetrics(means, examples)
 
 
 def read_problem(content: RecordDict) -> Problem | None:

@@ -12,7 +12,7 @@ from flwr.app import Array, MessageType, RecordDict
 
 from lamina.engines.state import State
 from lamina.flower import checks, wire
-from lamina.flower.checks import Evaluation, Expected, FullGradient, Problem, Refused, Update
+from lamina.flower.checks import Expected, FullGradient, NodeMetrics, Problem, Refused, Update
 from lamina.flower.mail import Mail, late
 from lamina.flower.records import Attendance, Memory
 from lamina.flower.roster import Roster
@@ -83,11 +83,11 @@ class Exchange:
             contents[client] = message(client, held + x_is_held)
         return self._collect(MessageType.TRAIN, contents, record, read, resend)
 
-    def evaluations(self, state: State, record: Attendance, examples: Mapping[int, int]) -> dict[int, Evaluation]:
+    def evaluations(self, state: State, record: Attendance, examples: Mapping[int, int]) -> dict[int, NodeMetrics]:
         """Have every connected client evaluate the model; `examples` says on how many it may, by client."""
         clients = [client for client in range(self.roster.clients) if self.roster.is_online(client)]
 
-        def read(client: int, content: RecordDict) -> Evaluation:
+        def read(client: int, content: RecordDict) -> NodeMetrics:
             return checks.read_evaluation(content, self.setup.limits, examples.get(client), self.setup.node_metrics)
 
         contents = self._about_x(state, clients, record.round)

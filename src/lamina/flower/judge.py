@@ -18,7 +18,7 @@ import torch
 from lamina.algorithms.contract import ClientInfo, trial_step
 from lamina.engines.state import State
 from lamina.flower import wire
-from lamina.flower.checks import Evaluation, Expected, Update, norm
+from lamina.flower.checks import Expected, NodeMetrics, Update, norm
 from lamina.flower.records import Attendance, Memory
 from lamina.flower.setup import Setup
 from lamina.training.evaluation import WEIGHT
@@ -69,7 +69,7 @@ class Judge:
             record.note(f"{record.name(client)}: {why}: not recorded")
             updates[client] = updates[client]._replace(loss=statistics.median(losses.values()))
 
-    def remove_odd_evaluations(self, evaluations: dict[int, Evaluation], record: Attendance) -> None:
+    def remove_odd_evaluations(self, evaluations: dict[int, NodeMetrics], record: Attendance) -> None:
         """Remove evaluations that claim far too many examples or labels, or an absurd loss or other mean."""
         sizes: Sizes = {}
         for client, one in evaluations.items():

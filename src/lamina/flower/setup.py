@@ -23,7 +23,7 @@ from lamina.flower.checks import Limits
 from lamina.objective.objective import Objective
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan
-from lamina.rounds.settings import Settings, TrainSettings
+from lamina.rounds.settings import TrainArguments, TrainSettings
 from lamina.training.evaluation import ClientSamples
 from lamina.training.masks import with_mask
 from lamina.training.metrics import Metric, find_all, is_function_of_mean
@@ -59,7 +59,7 @@ class Setup:
         limits: Limits | None = None,
         state_dir: str | Path | None = None,
         signing_key: str | Path | None = None,
-        **settings: Unpack[Settings],
+        **settings: Unpack[TrainArguments],
     ) -> None:
         self.algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
         self.protocol = TrainSettings.of(self.algorithm, settings)

@@ -1,7 +1,8 @@
 """The protocol record: every setting of training besides the model, the data and the algorithm.
 
 Simulations, federations, experiment files, checkpoints and the tasks of Flower nodes all use this one record. To add a
-setting: add a field here and its type to `Settings`, use it, and describe it in the arguments of `lamina.Simulation`.
+setting: add a field here and its type to `TrainArguments`, use it, and describe it in the arguments of
+`lamina.Simulation`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PER_MEMBER = {"per_member": True}  # members of a population may differ in it (t
 PROBED_ROUNDS = 100  # whose rates tell two user-defined schedules apart
 
 
-class Settings(TypedDict, total=False):
+class TrainArguments(TypedDict, total=False):
     """The settings of a protocol as keyword arguments; objects may be given by name."""
 
     lr: float | None

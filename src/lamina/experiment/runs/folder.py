@@ -63,7 +63,7 @@ from lamina.training.metrics import read_primary
 log = logging.getLogger(__name__)
 
 
-class Trained(Protocol):
+class Trainer(Protocol):
     """Anything with a model to save: a simulation, or the server of a federation."""
 
     state: State
@@ -267,7 +267,7 @@ class RunFolder:
         ):
             raise lost(self.path)
 
-    def record(self, row: Row, simulation: Trained) -> None:
+    def record(self, row: Row, simulation: Trainer) -> None:
         """Append a finished round."""
         self.begin()
         self.refuse_lost()
@@ -281,7 +281,7 @@ class RunFolder:
         if self._tensorboard is not None:
             self._tensorboard.write(simulation.history)
 
-    def checkpoint(self, simulation: Trained, facts: Iterable[Any] = ()) -> None:
+    def checkpoint(self, simulation: Trainer, facts: Iterable[Any] = ()) -> None:
         """Save the state after the last recorded round and facts about it, with the best model so far if it is new."""
         assert self._metrics is not None
         self.refuse_lost()
@@ -290,7 +290,7 @@ class RunFolder:
             self._best.save(simulation)
             self.checkpoints.save(simulation.state, facts)
 
-    def finish(self, simulation: Trained) -> None:
+    def finish(self, simulation: Trainer) -> None:
         """Write the trained model: the run is complete."""
         self.refuse_lost()
         state = simulation.state
@@ -361,7 +361,7 @@ class BestModel:
         self.score = max(map(self._rank, history), default=-math.inf)
         self._unsaved: tuple[int, Tensor, Buffers] | None = None
 
-    def consider(self, row: Row, trained: Trained) -> None:
+    def consider(self, row: Row, trained: Trainer) -> None:
         """Keep the model of a finished round if it is the best so far."""
         value = self._rank(row)
         if value > self.score:
@@ -373,14 +373,14 @@ class BestModel:
         metric = self._metric or History([row]).metric
         return score_key(row.get(metric, math.nan), metric)
 
-    def save(self, trained: Trained) -> None:
+    def save(self, trained: Trainer) -> None:
         """Write the best model, if it has changed."""
         if self._unsaved is not None:
             save_model(self.path, trained, *self._unsaved)
             self._unsaved = None
 
 
-def save_model(path: Path, trained: Trained, number: int, x: Tensor, buffers: Buffers) -> None:
+def save_model(path: Path, trained: Trainer, number: int, x: Tensor, buffers: Buffers) -> None:
     """Write the model after a round, with these parameters and buffers."""
     weights = trained.objective.module_at(x, buffers).state_dict()
     write_file(path, pack(weights, round=str(number)))

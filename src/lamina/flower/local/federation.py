@@ -28,7 +28,7 @@ LINK = "federation"  # what the flwr command calls our SuperLink
 START_S, COMMAND_S = 90.0, 120.0  # for a process to come up, for a flwr command
 ASK_AGAIN_S = 5.0  # between two questions for a run's status
 NODE_ID = re.compile(r"SuperNode ID: (\d+)")
-Settings = Mapping[str, str | int | float | bool]
+RunConfig = Mapping[str, str | int | float | bool]
 
 
 class LocalFederation:
@@ -130,7 +130,7 @@ class LocalFederation:
     def start_node(self, client: int) -> Process:
         """Start a client's SuperNode."""
         name = node_name(client)
-        settings: Settings = {
+        settings: RunConfig = {
             "partition-id": client,
             "num-partitions": self.count,
             "state-dir": str(self.folder / name / "state"),
@@ -179,7 +179,7 @@ class LocalFederation:
             raise FederationFailed(f"{name} failed: {' '.join(why.split())}")
         return answer
 
-    def submit(self, app: Path, run_config: Settings | None = None) -> int:
+    def submit(self, app: Path, run_config: RunConfig | None = None) -> int:
         """Start a run of a Flower app on the federation; return the run's number."""
         options = ["--run-config", _as_options(run_config)] if run_config else []
         return int(self.flwr("run", str(app), LINK, *options, "--format", "json")["run-id"])
@@ -220,7 +220,7 @@ def node_name(client: int) -> str:
     return f"node-{client}"
 
 
-def _as_options(settings: Settings) -> str:
+def _as_options(settings: RunConfig) -> str:
     """Return settings as the flwr commands read them."""
     return " ".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
 
