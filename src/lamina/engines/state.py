@@ -14,7 +14,7 @@ from lamina.engines.divergence import diverged
 from lamina.objective.layers import Layers
 from lamina.objective.objective import Buffers, Objective, buffer_bytes
 from lamina.rounds.aggregation import MEAN, Aggregation, Mean, combine_uploads
-from lamina.rounds.ledger import Ledger, upload_bytes
+from lamina.rounds.ledger import Ledger
 from lamina.rounds.plan import RoundFacts
 
 
@@ -61,7 +61,6 @@ class RoundSums:
     weight: float = 0.0  # of the clients that are in `up`; 1 at the end
     spread: float = 0.0  # sum_i w_i ||delta_i - mean||^2 over these clients, with the mean of theirs
     loss: float = 0.0  # mean over clients of their mean mini-batch loss
-    bytes_up: int = 0
     trust: Tensor | None = None  # mean trust ratio of every layer
     weights: list[float] = field(default_factory=list)  # every client's weight; needed by all aggregations but the mean
     aggregation: Aggregation = MEAN
@@ -97,7 +96,6 @@ class RoundSums:
             up = undo_weighting(algorithm, up, weight * len(self.weights))
         self.up, self.buffers = self.plus(up, buffers, weight)
         self.loss += weight * loss
-        self.bytes_up += upload_bytes(up)
         self.steps += weight * steps
 
     def add_spread(self, weight: float, within: float, gap: float) -> None:
@@ -172,7 +170,7 @@ def close_round(
         update_norm=update_norm,
         bytes_down=state.ledger.down(down, algorithm.down_versions(plan.number), plan.cohort)
         + extra * len(plan.cohort),
-        bytes_up=sums.bytes_up + extra * len(plan.cohort),
+        bytes_up=state.ledger.up(sums.up, plan.cohort) + extra * len(plan.cohort),
         trust_ratios={} if sums.trust is None else dict(zip(names, sums.trust.tolist(), strict=True)),
         down=down,
         displacement=step.displacement,

@@ -1,7 +1,7 @@
 """The ledger: bytes that a round sends, counted from the payload itself.
 
-`Ledger` counts what goes down, because clients cache some fields; the engines add up the clients' `upload_bytes`. A
-federation also counts what it really sends, in flower/mail.py.
+Engines ask the `Ledger` at the end of a round (`close_round`, which adds the model's buffers). A federation also counts
+what it really sends, in flower/mail.py.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ class Ledger:
                 held[cohort] = versions[name]
             total += receivers * size
         return total
+
+    def up(self, payload: Any, cohort: NDArray[np.int64]) -> int:
+        """Return the bytes that the whole cohort sends; `payload` is an upload, or the mean of them all."""
+        return upload_bytes(payload) * len(cohort)
 
 
 class WireCost(NamedTuple):

@@ -80,7 +80,6 @@ from lamina.engines.state import (
 from lamina.objective.layers import Layers
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.aggregation import Mean, combine_vectors
-from lamina.rounds.ledger import upload_bytes
 from lamina.rounds.plan import RoundPlan
 from lamina.rounds.settings import TrainSettings
 
@@ -161,7 +160,6 @@ class Stacked:
         if e in now.failed:
             return now.failed[e]
         member, sums = now.members[e], now.sums[e]
-        sums.bytes_up = 0 if sums.up is None else upload_bytes(sums.up) * len(member.plan.cohort)
         layers, down = self.objective.layers, now.downs[e]
         try:
             return close_round(member.algorithm, layers, member.state, member.plan, down, sums, now.clients[e])

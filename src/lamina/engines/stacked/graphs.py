@@ -170,6 +170,7 @@ class CapturedSteps:
         self._fused = self._fuse()
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}  # by number of rows and size of the batch
         self._sent_addresses: list[Tensor] = []  # of the gradients, one table per graph
+        self._uncaptured_addresses = self._new_addresses()
 
     def train(self, work: LocalWork, sizes: Sequence[int] = ()) -> tuple[Any, Tensor]:
         """Take all steps from these inputs; the returned tensors are valid until the next call.
@@ -185,7 +186,7 @@ class CapturedSteps:
                 self._graphs[step] = self._capture(*step, work)
         self._copy_in(work)  # after the capture: the runs before it change the state
         for step in steps:
-            self._graphs[step]() if step in self._graphs else self._step(*step, self._own_addresses().copy_)
+            self._graphs[step]() if step in self._graphs else self._step(*step, self._uncaptured_addresses.copy_)
         for name, buffer in work.buffers.items():
             buffer.copy_(self._buffers[name][:rows])
         return map_record(lambda value: value[:rows], self._local), self._losses[:rows]
@@ -303,11 +304,9 @@ class CapturedSteps:
 
     # --- capture ---------------------------------------------------------------------------------------------------
 
-    def _own_addresses(self) -> Tensor:
-        """Return a table for the gradients' addresses; graphs read it as long as they live."""
-        table = torch.zeros(len(self._problem.layers.names), 4, dtype=torch.long, device=self._local.y.device)
-        self._sent_addresses.append(table)
-        return table
+    def _new_addresses(self) -> Tensor:
+        """Return an empty table for the gradients' addresses."""
+        return torch.zeros(len(self._problem.layers.names), 4, dtype=torch.long, device=self._local.y.device)
 
     def _capture(self, rows: int, size: int, work: LocalWork) -> Callable[[], None]:
         """Return a function that takes one step of the first rows: the replay of a CUDA graph, where there is CUDA.
@@ -317,7 +316,8 @@ class CapturedSteps:
         device = self._local.y.device
         if device.type != "cuda":
             return lambda: self._step(rows, size, lambda addresses: addresses)
-        sent_addresses = self._own_addresses()
+        sent_addresses = self._new_addresses()
+        self._sent_addresses.append(sent_addresses)  # the graph reads them as long as it lives
         if not self._graphs:
             with recording() as launches:
                 self._copy_in(work)
