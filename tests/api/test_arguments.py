@@ -8,10 +8,8 @@ import pytest
 import torch
 
 import lamina
-from lamina.api.describe import describe
-from lamina.data import Augment
 from lamina.experiment import config
-from lamina.experiment.build import build, settings_of
+from lamina.experiment.build import build
 from lamina.experiment.toml import as_toml
 from lamina.experiment.trials.tune import with_settings
 from lamina.rounds.clients import Clients
@@ -71,18 +69,6 @@ def test_options_of_an_augmentation_that_is_not_switched_on_are_refused(given):
     for augment in (True, False):  # false: somebody switched it off on purpose
         assert config.parse({"data": {**given, "augment": augment}}).data.augment is augment
     config.parse(config.parse({}).model_dump())  # as in the folders of runs
-
-
-def test_a_file_and_the_python_arguments_describe_the_same_augmentation():
-    given = Augment(2, flip=False, crop_probability=0.25, fill="mean")
-    written = {"augment": True, "augment_pad": 2, "augment_flip": False, "augment_crop_probability": 0.25}
-    from_file = config.parse({"data": {**written, "augment_fill": "mean"}})
-    assert settings_of(from_file)["augmentation"] == given
-    from_python = describe("mlp", "digits", settings={"augmentation": given})
-    assert settings_of(from_python)["augmentation"] == given
-    for key, value in (("augment_crop_probability", 0.0), ("augment_crop_probability", 1.5), ("augment_fill", "white")):
-        with pytest.raises(lamina.BadInput, match=key):
-            config.parse({"data": {"augment": True, key: value}})
 
 
 def test_local_steps_on_the_command_line_replace_the_epochs_of_the_file(tmp_path):
