@@ -1,4 +1,4 @@
-"""Arguments that exclude each other are refused, and batch_size=None is the whole client."""
+"""Arguments mean the same in Python and in experiment files, and batch_size=None is the whole client."""
 
 import dataclasses
 import inspect
@@ -6,42 +6,19 @@ import inspect
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import lamina
-from lamina.api.describe import describe
-from lamina.data import Augment
 from lamina.experiment import config
-from lamina.experiment.build import build, settings_of
+from lamina.experiment.build import build
 from lamina.experiment.toml import as_toml
 from lamina.experiment.trials.tune import with_settings
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan
 from lamina.rounds.settings import TrainSettings
 from lamina.training.training import RunOptions
+from small_linear import simulate, weights
 
-X, Y = torch.randn(30, 4, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 3
-
-
-def simulate(algorithm="fedlamb", **more):
-    torch.manual_seed(0)
-    return lamina.Simulation(nn.Linear(4, 3), (X, Y), algorithm, device="cpu", **{"clients": 3} | more)
-
-
-def weights(simulation, rounds=2):
-    simulation.run(rounds)
-    return simulation.state.server.x
-
-
-# --- arguments that exclude each other ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_epochs_beside_local_steps_are_refused(epochs):
-    with pytest.raises(lamina.BadInput, match=r"epochs = . and local_steps = 4.*give one of them"):
-        simulate(epochs=epochs, local_steps=4)
-    with pytest.raises(lamina.BadInput, match="give one of them"):
-        TrainSettings(lr=0.1, epochs=epochs, local_steps=4)
+# --- arguments of Python and of experiment files -------------------------------------------------------------------
 
 
 def test_each_of_epochs_and_local_steps_alone_is_fine():
@@ -94,18 +71,6 @@ def test_options_of_an_augmentation_that_is_not_switched_on_are_refused(given):
     config.parse(config.parse({}).model_dump())  # as in the folders of runs
 
 
-def test_a_file_and_the_python_arguments_describe_the_same_augmentation():
-    given = Augment(2, flip=False, crop_probability=0.25, fill="mean")
-    written = {"augment": True, "augment_pad": 2, "augment_flip": False, "augment_crop_probability": 0.25}
-    from_file = config.parse({"data": {**written, "augment_fill": "mean"}})
-    assert settings_of(from_file)["augmentation"] == given
-    from_python = describe("mlp", "digits", settings={"augmentation": given})
-    assert settings_of(from_python)["augmentation"] == given
-    for key, value in (("augment_crop_probability", 0.0), ("augment_crop_probability", 1.5), ("augment_fill", "white")):
-        with pytest.raises(lamina.BadInput, match=key):
-            config.parse({"data": {"augment": True, key: value}})
-
-
 def test_local_steps_on_the_command_line_replace_the_epochs_of_the_file(tmp_path):
     file = tmp_path / "e.toml"
     file.write_text("[train]\nepochs = 2\n")
@@ -115,26 +80,6 @@ def test_local_steps_on_the_command_line_replace_the_epochs_of_the_file(tmp_path
     file.write_text("[train]\nlocal_steps = 2\n")
     assert config.load(file, ["train.epochs=4"]).train.local_steps is None
     assert with_settings(config.load(file), {"train.epochs": 3}).train.epochs == 3
-
-
-def test_a_partition_beside_lists_of_samples_is_refused():
-    parts = [range(10), range(10, 20), range(20, 30)]
-    for partition in ("iid", "dirichlet", lamina.data.IID()):
-        with pytest.raises(lamina.BadInput, match=r"partition.*clients.*lists.*give one of them"):
-            simulate(clients=parts, partition=partition)
-    assert simulate(clients=parts).plan.clients.count == 3
-    assert torch.equal(weights(simulate()), weights(simulate(partition="iid")))  # iid is the default
-
-
-@pytest.mark.parametrize(("clients", "message"), [
-    ([[0, 1, 2], [2, 3, 4]], "sample 2 is given to clients 0 and 1"),
-    ([[0, 1], [2, 3, 3], [4]], "sample 3 is given to client 1 twice"),
-    ([np.arange(30) < 20, np.arange(30) >= 19], "sample 19 is given to clients 0 and 1"),
-])  # fmt: skip
-def test_a_sample_given_twice_is_refused(clients, message):
-    with pytest.raises(lamina.BadInput, match=message) as error:
-        simulate(clients=clients)
-    assert "\n" not in str(error.value)
 
 
 # --- the whole client as one batch --------------------------------------------------------------------------------
@@ -168,12 +113,3 @@ def test_an_experiment_file_says_full(tmp_path):
         ) as error:
             config.parse({"train": {"batch_size": wrong}})
         assert "\n" not in str(error.value)
-
-
-def test_a_column_that_nobody_splits_by_is_named(caplog):
-    data = lamina.Dataset(X, Y, columns={"town": np.array(["here", "there"] * 15)})
-    for given in ({"clients": 3}, {"partition": lamina.data.ByColumn("town")}):
-        lamina.Simulation(nn.Linear(4, 3), data, device="cpu", **given)
-    assert not caplog.text
-    lamina.Simulation(nn.Linear(4, 3), data, device="cpu")
-    assert "partition=lamina.data.ByColumn('town')" in caplog.text

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import lamina
+import two_classes
 from lamina import algorithms
 from lamina.data import Augment, Classes, Dirichlet, Reallocate
 from lamina.rounds.plan import Plan
@@ -457,3 +458,17 @@ def test_deterministic_holds_during_rounds_and_not_after(monkeypatch):
     run.run(1)
     assert seen == [True]
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_names_and_factories_give_weights_by_seed():
+    data = lamina.data.load("digits")
+    first, same, other = (lamina.Simulation("mlp", data, device="cpu", seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(first.objective.start, same.objective.start)
+    assert not torch.equal(first.objective.start, other.objective.start)
+    made = [
+        lamina.Simulation(two_classes.net, two_classes.DATA, device="cpu", seed=seed).objective.start
+        for seed in (0, 0, 1)
+    ]
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+    assert first.test_data is not None

@@ -13,10 +13,6 @@ from helpers import call
 from lamina import BadInput, Population, Simulation, models
 from lamina.base import limits
 from lamina.experiment.trials.settings import points
-from lamina.rounds.clients import Clients
-from lamina.rounds.plan import Plan
-from lamina.rounds.schedules import Exponential, Milestones
-from lamina.rounds.settings import TrainSettings
 
 X, Y = torch.randn(40, 8), torch.arange(40) % 4
 ABSURD = ("1000000000", "2147483648", "9223372036854775808", "1" + "0" * 30, "-1", "0", "nan", "inf", "-inf")
@@ -107,20 +103,6 @@ def test_a_seed_has_at_most_39_digits():
     for seed in (10**40, -(10**40), 16**5000, 0.5):
         with pytest.raises(BadInput, match="seed"):
             simulate(seed=seed)
-
-
-def test_reallocated_clients_are_bounded():
-    with pytest.raises(BadInput, match="clients = 1000000000 exceeds the limit of"):
-        simulate(clients=10**9, partition=lamina.data.Reallocate(lamina.data.IID()))
-    with pytest.raises(BadInput, match="clients"):
-        Clients.elsewhere(10**9)
-
-
-def test_a_schedule_that_leaves_the_floats_is_one_line():
-    clients = Clients([range(4)], samples=4)
-    for schedule in (Exponential(1e300), Milestones((1, 2, 3), 1e300)):
-        with pytest.raises(BadInput, match="gives the learning rate"):
-            Plan(clients, TrainSettings(lr=0.1, schedule=schedule)).round(3)
 
 
 def test_a_schedule_that_ends_before_the_rounds_is_refused_before_the_first(refused):

@@ -1,12 +1,7 @@
-"""Random streams: every purpose has its own, and a seed gives the same run in every version.
+"""Random streams of a run: they do not coincide, and a seed gives the same run in every version.
 
 If a value below must change, say so in the changelog: no run of an earlier version can be repeated or resumed then.
 """
-
-import itertools
-import re
-import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,8 +21,6 @@ from lamina.rounds.clients import Clients, reserve
 from lamina.rounds.plan import Plan, dropout_streams, sample_counters
 from lamina.rounds.settings import TrainSettings
 
-SOURCES = Path(lamina.__file__).parent
-PURPOSE = re.compile(r'rng\.(?:key|torch_seed|generator)\([^"\n]*"([^"]+)"')
 CLIENTS = Clients([np.arange(4 * i, 4 * i + 4) for i in range(20)], samples=80)
 LABELS = np.arange(24) % 3
 
@@ -37,27 +30,6 @@ def plan(**more):
 
 
 # --- no two streams coincide ------------------------------------------------------------------------------------------
-
-
-def test_every_purpose_has_a_stream_of_its_own():
-    purposes = {name for file in SOURCES.rglob("*.py") for name in PURPOSE.findall(file.read_text())}
-    assert {"batches", "client", "cohort", "dropout", "holdout", "partition-iid", "reallocate", "weights"} <= purposes
-    assert len({zlib.crc32(name.encode()) for name in purposes}) == len(purposes)
-    counters = [(), *((a,) for a in range(-2, 30)), *itertools.product(range(-2, 30), repeat=2)]
-    words = [rng.key(seed, name, *given) for seed in (0, 1) for name in purposes for given in counters]
-    assert len(set(words)) == len(words)
-
-
-def test_forks_are_no_keys_and_no_forks_of_other_streams():
-    """Except that a fork by 0 is the key with a further counter 0: no purpose may use both."""
-    counters = np.array([-2, -1, *range(1, 40)])
-    keys = [[rng.key(0, "cohort", a, int(b)) for b in counters] for a in range(20)]
-    streams = np.array([rng.key(0, "cohort", a) for a in range(20)])[:, None]
-    forks = rng.fork(streams, counters)
-    families = [streams, np.array(keys), forks, rng.words(streams, counters), rng.fork(forks[..., None], counters),
-                rng.words(forks[..., None], counters)]  # fmt: skip
-    words = np.concatenate([family.ravel() for family in families])
-    assert len(np.unique(words)) == len(words)
 
 
 def test_dropout_and_augmentation_draw_from_different_streams():

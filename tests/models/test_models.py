@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
-import re
 import sys
 import types
 from collections.abc import Iterator
@@ -18,17 +16,8 @@ from torch import nn
 
 from lamina import models
 from lamina.base.errors import BadInput, LaminaError
+from model_shapes import SHAPES, batch
 
-SHAPES: dict[str, list[tuple[int, ...]]] = {  # every model x shapes it must take
-    "mlp": [(1, 28, 28), (1, 8, 8), (13,)],
-    "cnn": [(1, 28, 28), (3, 32, 32), (1, 16, 17)],
-    "small_cnn": [(1, 8, 8), (1, 28, 28), (3, 2, 5)],
-    "lenet": [(3, 32, 32), (1, 28, 28), (3, 64, 64), (3, 16, 16)],
-    "cifar_cnn": [(3, 32, 32), (1, 28, 28), (1, 6, 7)],
-    "cifar_cnn3": [(3, 32, 32), (1, 28, 28), (3, 18, 19)],
-    "resnet9": [(3, 32, 32), (1, 28, 28), (1, 8, 8)],
-    "resnet18": [(3, 32, 32), (3, 64, 64), (1, 28, 28)],
-}
 SLIM: dict[str, dict[str, Any]] = {
     "resnet9": {"width": 8},
     "resnet18": {"width": 8},
@@ -52,10 +41,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 def size(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-def batch(shape: tuple[int, ...], n: int = 4) -> torch.Tensor:
-    return torch.randn(n, *shape, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize(
@@ -87,10 +72,6 @@ def test_parameter_counts_are_the_published_ones(
         assert size(models.create(name, shape, classes, **options)) == published
 
 
-def test_the_table_above_covers_every_registered_model() -> None:
-    assert set(SHAPES) == set(models.registry())
-
-
 @pytest.mark.parametrize(("name", "shape"), [(n, s) for n, shapes in SHAPES.items() for s in shapes])
 @pytest.mark.parametrize("classes", [3, 10])
 def test_output_is_one_finite_logit_per_class(name: str, shape: tuple[int, ...], classes: int) -> None:
@@ -110,87 +91,6 @@ def test_gradient_reaches_every_parameter(name: str, options: dict[str, Any]) ->
     for parameter_name, parameter in model.named_parameters():
         assert parameter.grad is not None, parameter_name
         assert parameter.grad.abs().sum() > 0, parameter_name
-
-
-def test_full_resnet18_runs_forward_and_backward() -> None:
-    model = models.create("resnet18", (3, 32, 32), 10, seed=0)
-    torch.autograd.backward(model(batch((3, 32, 32), 2)).sum())
-    assert all(p.grad is not None for p in model.parameters())
-    assert not list(model.buffers())  # GroupNorm keeps no running statistics
-
-
-def test_layer_order_is_that_of_the_papers() -> None:
-    kinds = [type(layer).__name__ for layer in models.create("mlp", (1, 28, 28), 10, dropout=0.5).children()]
-    assert kinds == ["Flatten", "Linear", "Dropout", "ReLU", "Linear"]
-    deep = [type(layer).__name__ for layer in models.create("mlp", (1, 28, 28), 10, dropout=0.5, depth=3).children()]
-    assert deep == ["Flatten", *["Linear", "Dropout", "ReLU"] * 3, "Linear"]
-    kinds = [type(layer).__name__ for layer in models.create("cnn", (1, 28, 28), 10).children()]
-    convolutions = ["Conv2d", "MaxPool2d", "ReLU", "Conv2d", "Dropout2d", "MaxPool2d", "ReLU"]
-    assert kinds == [*convolutions, "Flatten", "Linear", "ReLU", "Dropout", "Linear"]
-
-
-@pytest.mark.parametrize("name", ["mlp", "cnn", "cifar_cnn"])
-def test_dropout_zero_is_off_and_changes_no_parameter(name: str) -> None:
-    shape = SHAPES[name][0]
-    off, on = (models.create(name, shape, 10, seed=0, dropout=p) for p in (0, 0.5))
-    assert not any("Dropout" in type(m).__name__ for m in off.modules())
-    assert any("Dropout" in type(m).__name__ for m in on.modules())
-    assert off.state_dict().keys() == on.state_dict().keys()
-    x = batch(shape)
-    assert torch.equal(off(x), off(x))
-    assert torch.equal(off(x), on.eval()(x))
-
-
-def test_cifar_cnn_has_pfls_dropouts_and_xavier_weights() -> None:
-    model = models.create("cifar_cnn", (3, 32, 32), 10, seed=0)
-    assert [m.p for m in model.modules() if isinstance(m, nn.Dropout)] == [0.25, 0.5]
-    bound = math.sqrt(6 / (12544 + 128))  # Xavier: U(-b, b) with b = sqrt(6 / (fan_in + fan_out))
-    largest = model.get_parameter("hidden.weight").abs().max().item()
-    assert 0.999 * bound < largest <= bound
-
-
-def test_resnet_norms() -> None:
-    grouped = models.create("resnet18", (3, 32, 32), 10, width=8)
-    norms = [m for m in grouped.modules() if isinstance(m, nn.GroupNorm)]
-    assert len(norms) == 20  # stem, 8 blocks of 2, 3 projections
-    assert {m.num_groups for m in norms} == {2}
-    batched = models.create("resnet18", (3, 32, 32), 10, width=8, norm="batch")
-    assert sum(isinstance(m, nn.BatchNorm2d) for m in batched.modules()) == 20
-    assert grouped.state_dict().keys() <= batched.state_dict().keys()
-
-
-def test_resnet_sees_the_image_at_four_scales() -> None:
-    model = models.create("resnet18", (3, 32, 32), 10, width=8)
-    x, scales = batch((3, 32, 32)), {}
-    for name, layer in model.named_children():
-        x = layer(x)
-        scales[name] = tuple(x.shape[1:])
-    assert [scales[f"stage{i}"] for i in (1, 2, 3, 4)] == [(8, 32, 32), (16, 16, 16), (32, 8, 8), (64, 4, 4)]
-
-
-def test_smu_is_its_formula() -> None:
-    x = torch.linspace(-3, 3, 61, dtype=torch.float64)
-    for mu in (0.0, 0.3, 1.0, 5.0):
-        expected = [0.5 * (v + v * math.erf(mu * v)) for v in x.tolist()]
-        torch.testing.assert_close(models.SMU(mu)(x), torch.tensor(expected, dtype=torch.float64))
-
-
-def test_smu_limits() -> None:
-    x = torch.linspace(-3, 3, 61, dtype=torch.float64)
-    torch.testing.assert_close(models.SMU(1 / math.sqrt(2))(x), nn.GELU()(x))
-    gaps = [(models.SMU(mu)(x) - torch.relu(x)).abs().max().item() for mu in (1, 10, 100, 1e6)]
-    assert gaps == sorted(gaps, reverse=True)
-    assert gaps[-1] < 1e-12
-    assert torch.autograd.gradcheck(models.SMU(2.0), x.clone().requires_grad_())
-
-
-def test_lenet_activations() -> None:
-    for name, kind in (("relu", nn.ReLU), ("gelu", nn.GELU), ("smu", models.SMU)):
-        model = models.create("lenet", (3, 32, 32), 10, activation=name, mu=3)
-        assert sum(type(m) is kind for m in model.modules()) == 4
-    assert "mu=3" in repr(model)
-    model = models.create("lenet", (3, 32, 32), 10, activation="gelu")
-    assert {m.approximate for m in model.modules() if isinstance(m, nn.GELU)} == {"tanh"}
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))
@@ -226,61 +126,12 @@ def test_generator_is_restored_when_building_fails() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_registry_records() -> None:
-    for name, card in models.registry().items():
-        assert card.name == name
-        assert card.description.endswith(".")
-        assert card.paper
-        assert inspect.Parameter.empty not in card.options.values()
-        assert not {"input_shape", "classes", "seed"} & set(card.options)
-        assert card.factory is getattr(models, name)
-    assert models.registry()["cnn"].options == {"dropout": 0.5}
-
-
-def test_a_shape_may_be_a_list() -> None:
-    shape: Any = [1, 28, 28]
-    assert models.create("cnn", shape, 10)(batch((1, 28, 28))).shape == (4, 10)
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "classes", "options", "message"),
     [
         ("resnet_18", (3, 32, 32), 10, {}, "unknown model 'resnet_18'; did you mean 'resnet18'? (known: cifar_cnn"),
         ("mlp", (4,), 10, {"hiden": 3}, "mlp has no option 'hiden'; did you mean 'hidden'? (its options: hidden, dr"),
         ("small_cnn", (1, 8, 8), 10, {"dropout": 0}, "small_cnn has no option 'dropout' (it has none)"),
-        (
-            "cnn",
-            (1, 8, 8),
-            10,
-            {},
-            "cnn needs images [channels, height, width] of at least 16x16, not [1, 8, 8]: small",
-        ),
-        ("cnn", (1, 28, 15), 10, {}, "at least 16x16, not [1, 28, 15]"),
-        ("cifar_cnn", (3, 5, 5), 10, {}, "at least 6x6"),
-        ("cifar_cnn3", (3, 17, 17), 10, {}, "at least 18x18"),
-        ("lenet", (784,), 10, {}, "lenet needs images [channels, height, width] of at least 16x16, not [784]"),
-        ("resnet9", (3, 7, 8), 10, {}, "resnet9 needs images [channels, height, width] of at least 8x8, not [3, 7, 8]"),
-        ("small_cnn", (1, 1, 8), 10, {}, "at least 2x2, not [1, 1, 8]: mlp takes any shape"),
-        ("mlp", (), 10, {}, "mlp: input_shape must be positive whole numbers such as [1, 28, 28], not ()"),
-        ("mlp", (0, 8), 10, {}, "input_shape must be positive"),
-        ("mlp", 784, 10, {}, "input_shape must be positive whole numbers such as [1, 28, 28], not 784"),
-        ("mlp", (2.5, 2), 10, {}, "input_shape must be positive"),
-        ("mlp", (4,), 0, {}, "classes = 0 is not a whole number >= 1"),
-        ("mlp", (4,), "10", {}, "classes = '10' is not a whole number >= 1"),
-        ("mlp", (4,), 10, {"hidden": 0.5}, "hidden = 0.5 is not a whole number >= 1"),
-        ("mlp", (4,), 10, {"hidden": True}, "hidden = True is not a whole number >= 1"),
-        ("mlp", (4,), 10, {"dropout": 1}, "dropout = 1 is not a number >= 0 and < 1"),
-        ("mlp", (4,), 10, {"dropout": "half"}, "dropout = 'half' is not a number >= 0 and < 1"),
-        ("mlp", (4,), 10, {"dropout": float("nan")}, "dropout = nan is not a number"),
-        ("lenet", (3, 32, 32), 10, {"activation": "gelo"}, "unknown activation 'gelo'; did you mean 'gelu'?"),
-        ("lenet", (3, 32, 32), 10, {"activation": "smu", "mu": -1}, "mu = -1 is not a number >= 0"),
-        ("lenet", (3, 32, 32), 10, {"channels": [6]}, "channels must be a list of 2 whole numbers, not [6]"),
-        ("lenet", (3, 32, 32), 10, {"hidden": 384}, "hidden must be a list of whole numbers, not 384"),
-        ("lenet", (3, 32, 32), 10, {"hidden": [384, 0]}, "hidden = 0 is not a whole number >= 1"),
-        ("resnet18", (3, 32, 32), 10, {"norm": "layer"}, "unknown norm 'layer' (known: batch, group)"),
-        ("resnet18", (3, 32, 32), 10, {"norm": None}, "unknown norm 'None'"),
-        ("resnet18", (3, 32, 32), 10, {"groups": 3}, "groups must divide the 64 channels of the first stage, 3 does"),
-        ("resnet18", (3, 32, 32), 10, {"stem": "imagnet"}, "unknown stem 'imagnet'; did you mean 'imagenet'?"),
         ("mlp", (4,), 10, {"seed": 1.5}, "cannot make the model 'mlp': "),
         ("mlp", (4,), 10, {"seed": 2**64}, "cannot make the model 'mlp': "),
     ],
@@ -366,16 +217,6 @@ def test_errors_with_a_model_of_your_own(
     with pytest.raises(BadInput) as error:
         models.create(name, (2, 5), 7, **options)
     assert message in str(error.value)
-
-
-def test_a_missing_module_is_named_with_the_searched_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(BadInput, match=re.escape(f"No module named 'sag' in '{tmp_path}' or among installed")):
-        models.find("sag:make")
-    (tmp_path / "imports_another.py").write_text("import no_such_package")
-    with pytest.raises(BadInput, match=r"No module named 'no_such_package'$"):  # theirs was found
-        models.find("imports_another:make")
 
 
 def test_an_error_in_a_model_of_your_own_has_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

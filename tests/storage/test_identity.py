@@ -18,7 +18,7 @@ from flower_setup import Setup
 from helpers import call, rows, sets
 from lamina.base.errors import BadInput
 from lamina.data.feed import Augment
-from lamina.objective.fingerprint import attributes_digest
+from lamina.objective.fingerprint import attributes_digest, value_digest
 from lamina.rounds.schedules import Cosine, Exponential
 from lamina.storage import identity
 from lamina.storage.identity import content_digest
@@ -202,6 +202,12 @@ def test_models_that_differ_in_a_plain_attribute_are_told_apart(name, tmp_path):
     what = "the settings of the model's layers, such as a dropout rate"
     with pytest.raises(BadInput, match=rf"is of another run: {what} \(model_values\) changed;"):
         simulate(net=MODELS[name](True)).restore(tmp_path)
+
+
+def test_the_digest_of_code_does_not_depend_on_the_order_of_a_set():
+    assert list(frozenset([0, 8])) != list(frozenset([8, 0]))  # as sets of strings are in other processes
+    one, other, third = (eval(f"lambda o, t: o in {numbers}", {}) for numbers in ("{0, 8}", "{8, 0}", "{0, 16}"))
+    assert value_digest(one) == value_digest(other) != value_digest(third)
 
 
 def test_the_digest_of_attributes_depends_on_no_address_and_no_order_of_a_set():

@@ -1,4 +1,4 @@
-"""The protocol record: its fields say which parts of a run depend on a setting."""
+"""The protocol record: which parts of a run depend on a setting, and settings that exclude each other."""
 
 import dataclasses
 import json
@@ -7,12 +7,14 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 
+import lamina
 from lamina.data.feed import Augment
 from lamina.rounds.aggregation import Median
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan
 from lamina.rounds.schedules import Cosine
 from lamina.rounds.settings import SERVER_ONLY, UNPLANNED, TrainArguments, TrainSettings
+from small_linear import simulate
 
 # another value of every setting
 OTHER = {
@@ -58,3 +60,11 @@ def test_a_client_gets_every_setting_that_is_not_the_servers():
     local_settings = {name: OTHER[name] for name in TrainSettings.names(SERVER_ONLY) if name != "epochs"}
     received = TrainSettings.from_local_record(json.loads(json.dumps(TrainSettings(**local_settings).local_record(1))))
     assert received == TrainSettings(**local_settings)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_epochs_beside_local_steps_are_refused(epochs):
+    with pytest.raises(lamina.BadInput, match=r"epochs = . and local_steps = 4.*give one of them"):
+        simulate(epochs=epochs, local_steps=4)
+    with pytest.raises(lamina.BadInput, match="give one of them"):
+        TrainSettings(lr=0.1, epochs=epochs, local_steps=4)
