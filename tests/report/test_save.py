@@ -53,10 +53,10 @@ def test_a_page_replaces_only_an_earlier_page(report, tmp_path):
     assert page.read_text() == "mine"
 
 
-def test_nothing_is_written_into_a_runs_folder(report, tmp_path):
+def test_nothing_is_written_into_a_runs_folder_not_even_a_folder(report, tmp_path):
     run = write_run(tmp_path / "run", [0.5])
     before = sorted(run.iterdir())
-    for save, place in ((save_page, run / "page.html"), (save_files, run)):
+    for save, place in ((save_page, run / "new" / "page.html"), (save_files, run / "new")):
         with pytest.raises(BadInput, match="is inside the run folder"):
             save(report, place)
     assert sorted(run.iterdir()) == before
