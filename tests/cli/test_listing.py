@@ -89,3 +89,10 @@ def test_public_names_are_imported_on_first_use():
     assert all(getattr(lamina, name) is not None for name in lamina.__all__)
     with pytest.raises(AttributeError, match="module 'lamina' has no attribute 'Simulatoin'"):
         lamina.Simulatoin  # noqa: B018
+
+
+def test_the_list_of_algorithms_has_whole_names_on_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("lamina.cli.WIDTH_FOR_PROGRAMS", 40)
+    assert call("list", "algorithms") == 0
+    firsts = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert {"fedlada_lamb", "fedadam_star", "mimelamb"} <= set(firsts)

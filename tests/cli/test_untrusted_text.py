@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -12,19 +11,16 @@ import sys
 from importlib import resources
 
 import pytest
-from rich.table import Table
 
+from control_characters import CONTROL, NASTY
 from helpers import call
 from lamina import BadInput
 from lamina.base.text import csv_cell, plural, printable
-from lamina.cli import base
 from lamina.experiment.config import load
 from lamina.report.tables import Table as ReportTable
 from lamina.report.tables import to_csv
 from lamina.storage.files import write_csv
 
-NASTY = "a\x1b[2J\x1b]0;owned\x07\r\x9b31m\u202eb"
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 SMALL = '[data]\nclients = 5\n[model]\nname = "mlp"\nhidden = 4\n[train]\nrounds = 1\n'
 
 
@@ -59,25 +55,6 @@ def test_control_characters_of_names_do_not_reach_the_terminal(here, capsys):
     ):
         assert call(*arguments) == 2
         assert not CONTROL.search(one_line(capsys))
-
-
-def test_control_characters_in_tables_do_not_reach_the_terminal():
-    console = base.SafeConsole(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
-    table = Table()
-    table.add_column(NASTY)
-    table.add_row(NASTY)
-    console.print(table)
-    printed = console.file.getvalue()
-    assert "\\x1b[2J" in printed
-    assert not CONTROL.search(re.sub(r"\x1b\[[0-9;]*m", "", printed))  # rich's own bold
-
-
-def test_a_name_is_printed_as_it_is(capsys):
-    """Not with an emoji in place of a word between colons."""
-    assert call("run", "a:heart:b.toml") == 2
-    assert "'a:heart:b.toml'" in capsys.readouterr().err
-    assert call("list", "a:heart:b") == 2
-    assert "a:heart:b" in capsys.readouterr().err
 
 
 def test_control_characters_in_warnings_and_the_log_are_written_out(here, capsys):
@@ -121,14 +98,6 @@ def test_numbers_stay_numbers():
     assert [csv_cell(value) for value in (-1, -0.5, "-0.5", "-inf", "+3", "", "fedavg")] == [
         -1, -0.5, "-0.5", "-inf", "+3", "", "fedavg"
     ]  # fmt: skip
-
-
-def test_exported_runs_hold_no_formula(here, capsys):
-    assert call("run", "small.toml", "--out", "=run", "--quiet") == 0
-    assert call("export", "=run") == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert rows[0]["run"] == "'=run"
-    assert float(rows[0]["seed"]) == 0
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")

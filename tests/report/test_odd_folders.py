@@ -1,12 +1,14 @@
-"""Run folders with odd settings and numbers: every reader shows them, or refuses them in one line with their name."""
+"""Run folders with odd settings, numbers or files: readers show them, or refuse them in one line with their name."""
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from helpers import call, said_in_one_line
-from lamina.report import tables
+from lamina.data.readers import sources
 from run_folders import write_run
 
 READERS = [("watch", "odd", "--once"), ("export", "odd"), ("report", "odd", "--out", "page.html")]
@@ -70,6 +72,24 @@ def test_huge_metrics_are_shown(odd, capsys, column, value):
     assert capsys.readouterr().err == ""
 
 
-def test_numbers_beyond_a_page_of_digits_are_written_as_in_the_browser():
-    assert [tables.fixed(1e21), tables.fixed(-1.5e300), tables.significant(1e30)] == ["1e+21", "-1.5e+300", "1e+30"]
-    assert tables.mean_and_spread([1e308, 1e308], tables.significant) == "∞ ± 0"
+def test_no_file_that_a_folder_names_is_opened(tmp_path, monkeypatch):
+    """A folder may be from somebody else, and name any file of this machine."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    write_run(tmp_path / "a", [0.5], data={"name": "table", "path": "/etc/shadow", "label": "kind"})
+    opened = []
+    monkeypatch.setattr(sources, "load", lambda *names, **options: opened.append(names))
+    for command in (("report", "a"), ("export", "a"), ("watch", "a", "--once")):
+        assert call(*command) == 0
+    assert opened == []
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "diverged.json"])
+def test_a_pipe_in_a_folder_is_not_read(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("a"), [0.5])
+    Path("a", name).unlink(missing_ok=True)
+    os.mkfifo(Path("a", name))
+    for command in (("report", "a"), ("watch", "a", "--once"), *([("export", "a")] * (name != "diverged.json"))):
+        assert call(*command) == 2
+        assert f"{name}': it is not a file" in said_in_one_line(capsys)

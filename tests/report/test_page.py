@@ -4,12 +4,14 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from importlib import resources
 
 import numpy as np
 import pytest
 
+from lamina.base.errors import MissingExtra
 from lamina.report import build, figures, page, save, tables
 from run_folders import EVIL, write_run
 
@@ -345,3 +347,47 @@ def test_the_page_computes_the_same_costs(two, losses, targets):
     )
     done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == tables.cost_table(report.curves, report.targets, report.baseline).rows
+
+
+CLOSING = "</script><script>window.hacked=1</script>"
+
+
+def test_names_stay_text_in_the_page(tmp_path):
+    write_run(tmp_path / "a", [0.5], algorithm=EVIL, model={"name": CLOSING})
+    write_run(tmp_path / "b", [0.5], algorithm="fedavg", diverged=EVIL)
+    text = page.html(build.build([tmp_path], title=EVIL))
+    assert "<img" not in text.replace(page.plotly_js(), "")
+    assert CLOSING not in text
+    data = text.partition('<script id="data" type="application/json">')[2].partition("</script>")[0]
+    assert EVIL in json.loads(data)["curves"][1]["label"] + json.loads(data)["curves"][0]["label"]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
+def test_latex_is_escaped():
+    rows = [["x & y", "1.0 ± 0.5"], [r"\input{/etc/passwd}", "∞"]]
+    script = (resources.files("lamina.report") / "page.js").read_text(encoding="utf-8")
+    characters = script[script.index("const NUMBER =") : script.index("const textsOf =")]
+    numeric = script[script.index("const isNumeric =") : script.index("function csvOf")]
+    program = (
+        f"const headOf = () => ['a_b', '50%']; const rowsOf = () => {json.dumps(rows)};\n{characters}\n{numeric}\n"
+        f"{script[script.index('function latexOf') : script.index('/** Numbers to the right')]}\n"
+        "process.stdout.write(latexOf(null));"
+    )
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        r"% needs \usepackage{booktabs} and \usepackage[T1]{fontenc}",
+        r"\begin{tabular}{lr}",
+        r"\toprule",
+        r"a\_b & 50\% \\",
+        r"\midrule",
+        r"x \& y & 1.0 $\pm$ 0.5 \\",
+        r"\textbackslash{}input\{/etc/passwd\} & $\infty$ \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+
+
+def test_without_plotly_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(MissingExtra, match=r"lamina report needs plotly: pip install -e '\.\[report\]'"):
+        page.plotly_js()

@@ -1,6 +1,5 @@
-"""What people read: titles of their own algorithms, plurals, ticks, narrow terminals, and runs that have just begun."""
+"""What people read: titles of their own algorithms, plurals, narrow terminals, and runs that have just begun."""
 
-import itertools
 import json
 import re
 import time
@@ -8,18 +7,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from rich.console import Console
 
-from helpers import call, trial
-from lamina import History, algorithms
-from lamina.cli import base
-from lamina.cli.compare import comparison_table
-from lamina.experiment.runs.records import Record, find_records
-from lamina.experiment.trials.trials import Trial
+from helpers import call
+from lamina import algorithms
+from lamina.experiment.runs.records import find_records
 from lamina.report import figures
 from lamina.report.build import build
-from lamina.report.figures import curve_figure, metrics_of, rates_figure
-from lamina.report.rates import Response
+from lamina.report.figures import curve_figure, metrics_of
 from lamina.report.tables import results_table, runs_tables
 from lamina.storage.locks import Lock
 
@@ -80,46 +74,7 @@ def test_a_title_that_is_damaged_is_no_reason_to_refuse_a_run(here):
     assert find_records([here / "run"])[0].title == "mine:Mine"
 
 
-def entries(*names):
-    row = {"bytes_down": 1e6, "bytes_up": 1e6}
-    histories = [History([{"round": 1, "accuracy": value, **row}]) for value in (0.91, 0.93)]
-    return [trial(name, histories, title, lr=0.003) for name, title in names]
-
-
-def test_the_table_of_a_comparison_has_the_title():
-    table = comparison_table(entries(("fedlamb", "Fed-LAMB"), ("a.long.module:Mine", "My-LAMB")), 0.9)
-    assert [str(cell) for cell in table.columns[0].cells] == ["fedlamb", "My-LAMB"]
-
-
-def test_the_cells_of_a_table_are_text_not_markup(monkeypatch):
-    console = Console(width=60, color_system=None)
-    monkeypatch.setattr(base, "out", console)
-    with console.capture() as captured:
-        console.print(base.table(("name", "value"), [["[red]mine[/red]", ":smile: [1, 2]"]]))
-    assert captured.get().splitlines()[1].split(maxsplit=1) == ["[red]mine[/red]", ":smile: [1, 2]"]
-
-
 # --- narrow terminals
-
-
-@pytest.mark.parametrize("width", [40, 60, 80])
-def test_names_of_algorithms_are_whole_on_a_narrow_terminal(width, monkeypatch):
-    names = ["fedavg", "fedlada_lamb", "fedadam_star"]
-    console = Console(width=width, color_system=None)
-    monkeypatch.setattr(base, "out", console)
-    with console.capture() as captured:
-        console.print(comparison_table(entries(*((n, n) for n in names)), 0.9))
-    lines = captured.get().splitlines()
-    assert all(any(line.split()[:1] == [name] for line in lines) for name in names)
-    assert all(len(line) <= width for line in lines)
-    assert "92.0±1.4" in captured.get()  # what was compared is the last to go
-
-
-def test_the_list_of_algorithms_has_whole_names_on_a_narrow_terminal(capsys, monkeypatch):
-    monkeypatch.setattr("lamina.cli.WIDTH_FOR_PROGRAMS", 40)
-    assert call("list", "algorithms") == 0
-    firsts = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert {"fedlada_lamb", "fedadam_star", "mimelamb"} <= set(firsts)
 
 
 def test_watch_shows_whole_names_on_a_narrow_terminal(here, capsys, monkeypatch):
@@ -188,31 +143,3 @@ def test_one_is_singular_everywhere(here, capsys, monkeypatch):
         assert not re.search(r"\b1 (rounds|clients|seeds|runs|curves|trials|samples|steps|nodes)\b|\(s\)", text)
     assert "1 round," in printed.out
     assert "1 client," in (here / "run" / "log.txt").read_text()
-
-
-# --- figures
-
-
-@pytest.mark.parametrize(
-    "rates",
-    [[0.1, 0.11, 0.12], [0.02, 0.03, 0.05, 0.07], [0.01 * 1.2**i for i in range(14)], [1e-5 * 3**i for i in range(13)],
-     [0.1], [0.001, 0.1, 0.1001, 0.1002, 1]],
-)  # fmt: skip
-def test_the_labels_of_learning_rates_do_not_overlap(rates):
-    runs = [
-        Record(Path(), {"train": {"rounds": 1}}, History([{"round": 1, "accuracy": 0.5 + lr / 1e3}]), {})
-        for lr in rates
-    ]
-    tried = [(lr, Trial("", {}, [run], 1)) for lr, run in zip(rates, runs, strict=True)]
-    figure = rates_figure([Response("FedAvg", "test", tried)])
-    figure.draw_without_rendering()
-    axis = figure.axes[0].xaxis
-    low, high = axis.get_view_interval()
-    ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
-    boxes = sorted(
-        tick.label1.get_window_extent().extents[[0, 2]].tolist()
-        for tick in ticks
-        if tick.label1.get_text() and low <= tick.get_loc() <= high
-    )
-    assert boxes
-    assert all(right < left for (_, right), (left, _) in itertools.pairwise(boxes))

@@ -2,9 +2,12 @@
 
 import json
 
-from lamina.experiment.runs.records import FORMAT
+from lamina.experiment.runs.records import FORMAT, find_records
+from lamina.report.curves import group
 
 EVIL = '<b><img src=x onerror="window.hacked=1"></b>'  # a name that must stay text
+LONG_RUN_ROUNDS = 20_000
+PEAK_ROUND = 7_654  # of a long run
 
 
 def write_run(
@@ -34,3 +37,15 @@ def write_run(
     if diverged:
         (folder / "diverged.json").write_text(json.dumps({"message": diverged}))
     return folder
+
+
+def write_long_run(folder):
+    """A run with a slow rise and a peak of a single round, which no even choice of rounds hits."""
+    accuracies = [0.4 + 0.2 * i / LONG_RUN_ROUNDS for i in range(1, LONG_RUN_ROUNDS + 1)]
+    accuracies[PEAK_ROUND - 1] = 0.95
+    return write_run(folder, accuracies)
+
+
+def curves_in(folder):
+    """The curves of the runs below a folder, without those of a tuning."""
+    return group(run for run in find_records([folder]) if not run.tuning)

@@ -111,3 +111,27 @@ def test_a_terminal_without_unicode_stops_nothing(here, monkeypatch):
     assert call("show", "fedlada") == 0
     stream.flush()
     assert "fedavg" in stream.buffer.getvalue().decode("ascii")
+
+
+def entries(*names):
+    row = {"bytes_down": 1e6, "bytes_up": 1e6}
+    histories = [History([{"round": 1, "accuracy": value, **row}]) for value in (0.91, 0.93)]
+    return [trial(name, histories, title, lr=0.003) for name, title in names]
+
+
+def test_the_table_of_a_comparison_has_the_title():
+    table = comparison_table(entries(("fedlamb", "Fed-LAMB"), ("a.long.module:Mine", "My-LAMB")), 0.9)
+    assert [str(cell) for cell in table.columns[0].cells] == ["fedlamb", "My-LAMB"]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_names_of_algorithms_are_whole_on_a_narrow_terminal(width, monkeypatch):
+    names = ["fedavg", "fedlada_lamb", "fedadam_star"]
+    console = Console(width=width, color_system=None)
+    monkeypatch.setattr(base, "out", console)
+    with console.capture() as captured:
+        console.print(comparison_table(entries(*((n, n) for n in names)), 0.9))
+    lines = captured.get().splitlines()
+    assert all(any(line.split()[:1] == [name] for line in lines) for name in names)
+    assert all(len(line) <= width for line in lines)
+    assert "92.0±1.4" in captured.get()  # what was compared is the last to go

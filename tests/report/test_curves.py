@@ -1,0 +1,38 @@
+"""The curves of a report: which runs are one curve, and how curves are named."""
+
+from lamina.experiment.runs.records import find_records
+from lamina.report.curves import differing, without_repeats
+from run_folders import curves_in, write_run
+
+
+def test_runs_are_grouped_by_all_but_the_seed_and_where_they_ran(tmp_path):
+    write_run(tmp_path / "a", [0.5], seed=0)
+    write_run(tmp_path / "b", [0.5], seed=1, run={"device": "cuda:0", "engine": "loop", "threads": 2})
+    write_run(tmp_path / "c", [0.5], run={"precision": "bf16"})
+    write_run(tmp_path / "d", [0.5], data={"partition": {"name": "dirichlet", "alpha": 0.3}})
+    write_run(tmp_path / "e", [0.5], data={"partition": {"name": "dirichlet", "alpha": 0.5}})
+    labels = [curve.name for curve in curves_in(tmp_path)]
+    assert [len(curve.records) for curve in curves_in(tmp_path)] == [2, 1, 1, 1]
+    assert labels[0] == "FedAvg (Fed-SGD), classes, k 2, precision fp32"
+    assert labels[1] == "FedAvg (Fed-SGD), classes, k 2, precision bf16"
+    assert labels[2:] == [f"FedAvg (Fed-SGD), dirichlet, alpha {alpha}, precision fp32" for alpha in (0.3, 0.5)]
+
+
+def test_an_algorithms_options_are_compared_with_its_own_kind(tmp_path):
+    for alpha in (0.1, 0.2):
+        write_run(tmp_path / f"lada{alpha}", [0.5], algorithm="fedlada", options={"alpha": alpha})
+    write_run(tmp_path / "avg", [0.5])
+    assert [c.name for c in curves_in(tmp_path)] == ["FedAvg (Fed-SGD)", "FedLADA, alpha 0.1", "FedLADA, alpha 0.2"]
+
+
+def test_a_repeated_run_counts_once(tmp_path):
+    write_run(tmp_path / "short", [0.5], rounds=3)
+    write_run(tmp_path / "long", [0.5, 0.6, 0.7])
+    kept, lines = without_repeats(find_records([tmp_path]))
+    assert [run.folder.name for run in kept] == ["long"]
+    assert len(lines) == 1
+    assert "short" in lines[0]
+
+
+def test_differing():
+    assert differing([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": None}]) == ["b", "c"]
