@@ -60,7 +60,7 @@ def test_a_layer_that_the_user_put_into_evaluation_mode_stays_there():
     module[1].eval()
     objective = Objective(module)
     buffers = dict(objective.buffers)
-    for train in (False, True):
+    for train in (False, True, False):
         objective.outputs(objective.start, buffers, X, train=train)
     assert torch.equal(buffers["1.running_mean"], torch.zeros(5).double())
     assert objective.in_type(torch.float32).always_evaluated == {"1"}
