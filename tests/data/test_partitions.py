@@ -1,7 +1,6 @@
 """Partitions: every sample exactly once, pure in the seed, sizes as promised, refusals in one line."""
 
 import itertools
-import sys
 
 import numpy as np
 import pytest
@@ -21,11 +20,9 @@ from lamina.data import (
     Reallocate,
     label_counts,
     make,
-    partition_picture,
     split_dataset,
 )
 from lamina.data.partitions import PARTITIONS, Shards, describe
-from lamina.data.parts import Parts
 
 quick = settings(deadline=None, max_examples=60)
 seeds = st.integers(-(2**63), 2**64)
@@ -262,19 +259,6 @@ def test_a_shard_is_a_stretch_of_the_sorted_labels():
     assert sum(len(part) for part in parts) == 28
 
 
-def test_parts_behave_like_a_list_of_arrays():
-    parts = IID().split(None, 4, 0, samples=10)
-    assert len(parts) == 4
-    assert [part.tolist() for part in parts] == [parts[i].tolist() for i in range(4)]
-    assert parts[-1].tolist() == parts[3].tolist()
-    assert [part.tolist() for part in parts[1:3]] == [parts[1].tolist(), parts[2].tolist()]
-    assert parts.sizes.tolist() == [3, 3, 2, 2]
-    with pytest.raises(IndexError):
-        parts[4]
-    assert parts == Parts.of([np.array(part) for part in parts])
-    assert parts != IID().split(None, 4, 1, samples=10)
-
-
 def test_by_column_makes_one_client_per_value():
     columns = {"writer": np.array(["b", "a", "b", "c", "a"])}
     parts = ByColumn("writer").split(None, None, 0, columns)
@@ -366,37 +350,3 @@ def test_make_and_the_registry_agree():
     lines = describe()
     assert lines.keys() == PARTITIONS.keys()
     assert all(line.endswith(".") or ":" in line for line in lines.values())
-
-
-@pytest.mark.parametrize(("clients", "classes"), [(1, 1), (8, 10), (80, 60)])
-def test_picture_draws_every_held_class(tmp_path, clients, classes):
-    labels = balanced(classes, 100)
-    parts = Dirichlet(5.0).split(labels, clients, 0)
-    figure = partition_picture(parts, labels, tmp_path / "parts.png", "who holds what")
-    assert (tmp_path / "parts.png").read_bytes().startswith(b"\x89PNG")
-    sizes, held = figure.axes[:2]
-    assert [bar.get_height() for bar in sizes.patches] == [len(part) for part in parts]
-    counts = label_counts(parts, labels)
-    assert np.array_equal(held.images[0].get_array(), counts.T)
-
-
-def test_picture_of_regression_and_bad_paths(tmp_path):
-    parts = IID().split(None, 3, 0, samples=9)
-    assert len(partition_picture(parts, None).axes) == 1
-    with pytest.raises(BadInput, match="cannot save"):
-        partition_picture(parts, None, tmp_path / "no-such-folder" / "a.png")
-    with pytest.raises(BadInput, match="cannot save"):
-        partition_picture(parts, None, tmp_path / "a.nonsense")
-    with pytest.raises(BadInput, match="no client"):
-        partition_picture([], None)
-
-
-def test_picture_leaves_pyplot_alone():
-    before = "matplotlib.pyplot" in sys.modules
-    partition_picture([np.arange(3)], np.array([0, 1, 1]))
-    if before:
-        import matplotlib.pyplot as plt
-
-        assert plt.get_fignums() == []
-    else:
-        assert "matplotlib.pyplot" not in sys.modules

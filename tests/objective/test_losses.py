@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import lamina
@@ -65,15 +64,6 @@ def test_a_position_is_right_if_its_largest_output_or_the_sign_of_its_logit_says
 def test_a_loss_of_ones_own_is_found_by_name():
     run = simulate(linear(1), (X, draw(12)), loss="kinds:own_loss")
     assert run.objective.loss.__name__ == "own_loss"
-
-
-@pytest.mark.parametrize("make", [lambda t: t, lambda t: (t, "hidden"), lambda t: {"logits": t}, lambda t: [t]])
-def test_outputs_may_be_wrapped(make):
-    class Wrapped(nn.Linear):
-        def forward(self, input):
-            return make(super().forward(input))
-
-    assert simulate(Wrapped(4, 3), (X, Y)).run(1)[0]["round"] == 1
 
 
 @pytest.mark.parametrize(("make", "message"), [

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import linecache
 import py_compile
 import sys
 import types
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 import lamina
-from lamina.objective.fingerprint import code_digests, value_digest
+from lamina.objective.fingerprint import code_digests
 from lamina.objective.source import source_digests, users_module
 
 
@@ -92,57 +91,3 @@ def test_a_module_without_source_counts_by_its_bytes(package, tmp_path):
         digests.append(source_digests([package("my_compiled", {})]))
     assert [list(one) for one in digests] == [["my_compiled.pyc"]] * 2
     assert digests[0] != digests[1]
-
-
-def cell(text, monkeypatch, **values):
-    """Run a cell as a notebook does, and return its names."""
-    cell.number += 1
-    name = f"/tmp/ipykernel_1/{cell.number}.py"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    main = types.ModuleType("__main__")
-    vars(main).update(values)
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    exec(compile(text, name, "exec"), vars(main))
-    return types.SimpleNamespace(**vars(main))
-
-
-cell.number = 0
-CELL = """
-from torch import nn
-
-def scale(x):
-    return {factor} * x
-
-class Net(nn.Module):
-    slope = {slope}
-    def forward(self, x):
-        return scale(x) * self.slope * CONSTANT
-
-loss = lambda o, t: o - {factor} * t
-"""
-
-
-def digests_of_cell(monkeypatch, factor=2, slope=1.0, constant=3, extra=""):
-    names = cell(CELL.format(factor=factor, slope=slope) + extra, monkeypatch, CONSTANT=constant)
-    return code_digests([names.Net, names.loss]), value_digest([names.Net, names.loss])
-
-
-def test_a_cell_of_a_notebook_that_is_run_again_is_the_same_code(monkeypatch):
-    code, values = digests_of_cell(monkeypatch)
-    assert list(code) == ["notebook"]
-    assert digests_of_cell(monkeypatch, extra="# a comment\nrounds = 20\n") == (code, values)
-    assert digests_of_cell(monkeypatch, factor=4)[0] != code
-    assert digests_of_cell(monkeypatch, slope=2.0) != (code, values)
-    assert digests_of_cell(monkeypatch, constant=4) == (code, digests_of_cell(monkeypatch, constant=4)[1])
-    assert digests_of_cell(monkeypatch, constant=4)[1] != values
-
-
-def test_code_that_is_in_no_file_counts_by_its_bytecode():
-    def run(text):
-        scope = {"__name__": "nowhere"}
-        exec(text, scope)
-        return scope["f"]
-
-    one, same, other = (run(f"def f(x):\n    return x + {number}") for number in (1, 1, 2))
-    assert code_digests([one]) == {}
-    assert value_digest(one) == value_digest(same) != value_digest(other)

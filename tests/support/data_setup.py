@@ -7,6 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lamina.base.errors import BadInput
+from lamina.data import load
+
 
 def published_data() -> Path:
     """Where the real files are on this machine, if they are."""
@@ -17,6 +20,13 @@ def one_line(refused: pytest.ExceptionInfo[BaseException]) -> str:
     text = str(refused.value)
     assert "\n" not in text
     return text
+
+
+def refusal(name: str, **options) -> str:
+    """Return the message, of one line, with which `load` refuses these options."""
+    with pytest.raises(BadInput) as refused:
+        load(name, **options)
+    return one_line(refused)
 
 
 class FakeHubSplit:

@@ -12,7 +12,7 @@ from data_setup import one_line, published_data
 from lamina.base.errors import BadInput
 from lamina.data import load
 from lamina.data.readers import idx
-from lamina.data.readers.files import PublishedFile, verify_md5
+from lamina.data.readers.files import PublishedFile
 
 
 def idx_bytes(array):
@@ -75,13 +75,6 @@ def test_a_damaged_file_is_refused_by_its_checksum_before_it_is_decompressed(tmp
     assert str(path) in text
     assert "f68b3c2dcbeaaa9fbdd348bbdeb94873" in text
     assert "put the good file at that path" in text
-
-
-def test_md5_of_known_content(tmp_path):
-    path = tmp_path / "abc"
-    verify_md5(path, b"abc", "900150983cd24fb0d6963f7d28e17f72")  # RFC 1321's own example
-    with pytest.raises(BadInput, match="900150983cd24fb0d6963f7d28e17f73, found 900150983cd24fb0d6963f7d28e17f72"):
-        verify_md5(path, b"abc", "900150983cd24fb0d6963f7d28e17f73")
 
 
 @pytest.mark.parametrize(("name", "firsts"), [("mnist", [5, 0, 4, 1, 9]), ("fashion-mnist", [9, 0, 0, 3, 0])])

@@ -2,7 +2,6 @@
 
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from data_setup import FakeHubSplit, one_line, pictures
 from lamina.base.errors import BadInput
 from lamina.data import load
 from lamina.data.readers import cifar
-from lamina.data.readers.files import data_directory
 from lamina.data.readers.sources import SOURCES
 
 
@@ -48,20 +46,6 @@ def test_without_the_directory_its_files_are_named_too(name, tmp_path):
     text = one_line(refused)
     for part in ("does not exist", SOURCES[name].files, SOURCES[name].published):
         assert part in text
-
-
-def test_data_directory_is_argument_then_environment_then_data(tmp_path, monkeypatch):
-    monkeypatch.delenv("LAMINA_DATA", raising=False)
-    assert data_directory() == Path("data")
-    monkeypatch.setenv("LAMINA_DATA", str(tmp_path))
-    assert data_directory() == tmp_path
-    other = tmp_path / "other"
-    other.mkdir()
-    assert data_directory(other) == other
-    with pytest.raises(BadInput, match="does not exist"):
-        data_directory(tmp_path / "nowhere")
-    monkeypatch.setenv("LAMINA_DATA", str(tmp_path / "nowhere"))
-    assert len(load("digits").train) == 1438  # needs no directory
 
 
 @pytest.fixture
