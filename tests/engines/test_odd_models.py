@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lamina
-from lamina import models
 from lamina.storage.checkpoint import pack
 from small_simulations import form
 
@@ -278,16 +277,6 @@ def test_a_frozen_embedding_may_have_a_max_norm():
         run.run(2)
         ends.append(run.state.server.x)
     assert torch.equal(*ends)
-
-
-def test_bf16_on_a_cpu_says_nothing():
-    x = torch.randn(32, 1, 28, 28)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run = lamina.Simulation(models.create("mlp", (1, 28, 28), 10, seed=0), (x, torch.arange(32) % 10), "fedavg",
-                                clients=2, batch_size=16, device="cpu", precision="bf16")  # fmt: skip
-        run.run(1)
-    assert not [str(w.message).splitlines()[0] for w in caught]
 
 
 def test_a_model_that_cannot_be_copied_is_refused_in_one_line():

@@ -92,6 +92,15 @@ def simulation(kind, algorithm, engine, dtype=torch.float64, **more):
     return lamina.Simulation(model, data, algorithm, **settings | more)
 
 
+def noise(seed=0, **settings):
+    """A small network on random samples, stacked unless the settings say otherwise."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+    data = torch.randn(48, 8), torch.arange(48) % 3
+    settings = {"clients": 6, "participation": 0.5, "batch_size": 4, "device": "cpu", "engine": "stacked"} | settings
+    return lamina.Simulation(settings.pop("net", net), data, settings.pop("algorithm", "fedavg"), seed=seed, **settings)
+
+
 def assert_same(a, b, tolerance):
     """Server, buffers and client states agree, relative to the size of each vector."""
 

@@ -6,7 +6,6 @@ from torch import nn
 
 import lamina
 from lamina.engines.stacked import graphs
-from lamina.engines.stacked.forward import CapturedForward
 from small_simulations import PARTS, assert_same, form, reference, simulation
 
 
@@ -56,21 +55,3 @@ def test_activation_checkpointing():
     captured.run(2)
     loop.run(2)
     assert_same(captured.state, loop.state, 1e-9)
-
-
-def test_only_what_autocast_always_rounds_is_rounded_once():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.place, self.words = nn.Parameter(torch.zeros(1, 4)), nn.Embedding(5, 4)
-            self.fc, self.tied = nn.Linear(4, 4), nn.Linear(4, 5, bias=False)
-            self.tied.weight = self.words.weight
-
-        def forward(self, x):
-            return self.tied(self.fc(self.words(x).mean(1) + self.place))
-
-    data = torch.randint(0, 5, (48, 3)), torch.arange(48) % 5
-    run = lamina.Simulation(Net(), data, "fedavg", clients=PARTS, device="cpu", engine="captured")
-    for precision, rounded in (("fp32", set()), ("bf16", {"fc.weight", "fc.bias"})):
-        forward = CapturedForward(run.objective, precision)
-        assert {name for name, p in run.model.named_parameters() if forward.rounds(name, p)} == rounded

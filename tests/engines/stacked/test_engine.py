@@ -8,11 +8,7 @@ import torch
 from torch import nn
 
 import lamina
-from lamina.algorithms import FedAvg
-from lamina.algorithms.primitives import clip_by_norm
-from lamina.algorithms.rehearsal import TINY
 from lamina.data import Augment, Dataset
-from lamina.engines.stacked.independence import parts_of
 from small_simulations import PARTS, SHAPES, assert_as_in_the_loop, assert_same, reference, simulation, take_gpu_path
 
 FULL = ("fedlamb", "scaffold", "mime")  # client state, and full gradients
@@ -58,17 +54,6 @@ VARIANTS = {
 @pytest.mark.parametrize("algorithm", VARIANTS.values(), ids=VARIANTS.keys())
 def test_options(algorithm):
     assert_as_in_the_loop("mlp", algorithm, rounds=4)
-
-
-@pytest.mark.parametrize("gpu_path", [False, True])
-@pytest.mark.parametrize("name", ["fedcm", "scaffold", "fedadam_star"])
-def test_a_clipped_direction_takes_the_place_of_a_clipped_gradient(name, gpu_path):
-    """The norm is that of a client's whole vector, so the state cannot be kept in one part per layer."""
-    algorithm = lamina.create(name, clip_direction=0.05, decay=0.1)
-    assert parts_of(algorithm, TINY, torch.device("cpu")) == [TINY]
-    assert_as_in_the_loop("mlp", algorithm, gpu_path=gpu_path, clip=0.01)
-    with_clip, without = (reference("mlp", algorithm, 3, **more) for more in ({"clip": 0.01}, {}))
-    assert_same(with_clip.state, without.state, 0)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "resnet9", "batch_norm", "transformer"])
@@ -135,16 +120,6 @@ def test_frozen_and_tied_parameters():
     assert torch.allclose(*ends, rtol=1e-10, atol=1e-12)
 
 
-def test_divergence_is_named_as_the_loop_names_it():
-    errors = []
-    for engine in ("loop", "stacked"):
-        run = simulation("cnn", "fedavg", engine, torch.float32, lr=1e15)
-        with pytest.raises(lamina.Diverged) as caught:
-            run.run(5)
-        errors.append(caught.value)
-    assert (errors[0].round, errors[0].layer) == (errors[1].round, errors[1].layer)
-
-
 def test_dropout_is_reproducible_and_independent_of_other_clients():
     model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 3))
     x = torch.randn(48, 8)
@@ -168,47 +143,6 @@ def test_the_loop_can_replace_a_stacked_engine_in_mid_run():
     run.engine = dataclasses.replace(looping.engine, objective=run.objective)
     run.run(1)
     assert_same(run.state, reference("mlp", "fedlamb", 2).state, 1e-9)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class WholeNorm(FedAvg):
-    """Normalises the whole gradient: its step couples all layers."""
-
-    def step(self, local, down, grad, lr, layers):
-        return super().step(local, down, grad / torch.linalg.vector_norm(grad, dim=-1, keepdim=True), lr, layers)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ClipsInside(FedAvg):
-    """Clips the whole gradient in its own step: couples layers, but only when the gradient is long."""
-
-    def step(self, local, down, grad, lr, layers):
-        return super().step(local, down, clip_by_norm(grad, 0.5), lr, layers)
-
-
-def test_an_algorithm_that_couples_layers_gets_whole_vectors():
-    for algorithm in (WholeNorm(), ClipsInside(), lamina.FedLamb(layers="module")):
-        assert_as_in_the_loop("cnn", algorithm)
-
-
-def test_parameters_that_are_added_share_a_gradient_and_get_a_step_each():
-    class Added(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(5, 3))
-
-        def forward(self, x):
-            return x @ (self.a + self.b)
-
-    generator = torch.Generator().manual_seed(1)
-    data = torch.randn(48, 5, generator=generator, dtype=torch.float64), torch.arange(48) % 3
-    ends = []
-    for engine in ("loop", "captured"):
-        torch.manual_seed(0)
-        run = lamina.Simulation(Added().double(), data, "fedavg", clients=PARTS, lr=0.1, device="cpu", engine=engine)
-        run.run(3)
-        ends.append(run.state)
-    assert_same(ends[1], ends[0], 1e-9)
 
 
 def test_client_state_may_live_elsewhere_than_the_model():

@@ -18,6 +18,7 @@ from lamina.engines.stacked.independence import (
     works_by_row,
 )
 from lamina.objective.layers import Layers
+from per_layer import PerLayer, PerModule
 
 MODEL = Layers({"a.weight": (30, 8), "a.bias": (30,), "b.weight": (5, 30)}), torch.device("cpu")
 X, Y = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 2
@@ -238,3 +239,13 @@ def test_answers_follow_the_model_the_functions_and_the_options(monkeypatch):
     assert not works_by_row(Scaled(by_norm=True), *MODEL)
     monkeypatch.setattr(Scaled, "step", NormOfAllUploads.step)
     assert works_by_row(Scaled(by_norm=True), *MODEL)
+
+
+def test_every_algorithm_of_ours_works_layer_by_layer():
+    assert all(works_by_layer(lamina.create(name), *MODEL) for name in lamina.registry())
+    assert not works_by_layer(lamina.create("fedlamb", layers="module"), *MODEL)
+
+
+@pytest.mark.parametrize(("kind", "by_layer"), [(PerLayer, True), (PerModule, False)])
+def test_a_step_by_layer_is_found_where_a_layer_is_a_tensor(kind, by_layer):
+    assert works_by_layer(kind(), *MODEL) is by_layer

@@ -9,7 +9,7 @@ from torch import nn
 
 import lamina
 from lamina.rounds.plan import Plan
-from small_simulations import assert_same, reference, set_chunk, simulation, take_gpu_path
+from small_simulations import assert_same, noise, reference, set_chunk, simulation, take_gpu_path
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,6 @@ def test_a_member_that_diverges_is_reported_and_the_others_end_as_if_alone(gpu_p
         assert_same(members[i].state, alone.state, 1e-9)
 
 
-def noise(seed=0, **settings):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
-    data = torch.randn(48, 8), torch.arange(48) % 3
-    settings = {"clients": 6, "participation": 0.5, "batch_size": 4, "device": "cpu", "engine": "stacked"} | settings
-    return lamina.Simulation(settings.pop("net", net), data, settings.pop("algorithm", "fedavg"), seed=seed, **settings)
-
-
 def test_members_that_differ_in_rates_alone_share_one_plan(monkeypatch):
     plans = []
     plan_round = Plan.round
@@ -100,17 +92,6 @@ def test_models_that_differ_cannot_be_stacked():
     for other, what in ((Shifted(2.0, 1.0), "buffers"), (Shifted(1.0, 2.0), "frozen parameters")):
         with pytest.raises(lamina.BadInput, match=f"different {what}"):
             lamina.Population([noise(net=Shifted(1.0, 1.0)), noise(net=other)])
-
-
-def test_simulations_of_the_same_model_only_share_the_choice_of_an_engine():
-    first = noise(lr=0.1)
-    assert noise(1, lr=0.2).engine.forward is first.engine.forward
-    tanh = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
-    assert noise(net=tanh).engine.forward is not first.engine.forward
-    mse = noise(loss=lambda outputs, targets: outputs[:, 0] ** 2)
-    assert mse.engine.forward is not first.engine.forward
-    captured = noise(engine="captured")
-    assert noise(engine="captured").engine.forward is not captured.engine.forward  # it belongs to its own model
 
 
 @pytest.fixture

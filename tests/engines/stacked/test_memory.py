@@ -158,3 +158,22 @@ def test_a_large_model_on_a_cpu_has_a_chunk_for_itself():
         problem = StackedObjective(run.objective, run.train_data, run.engine.forward)
         chunks = memory.Memory(torch.device("cpu")).cut(list(range(5000)), problem, batch=8, graphs=1)
         assert len(chunks[0]) == rows  # 16 MB / (900 parameters x 4 bytes)
+
+
+def test_a_client_that_never_fits_the_memory_is_refused(monkeypatch):
+    """A failed attempt holds nothing that could be given back, so that trying again would not help."""
+    attempts = []
+
+    def fail(self, work):
+        attempts.append(work.rows)
+        if len(attempts) > 20:
+            raise AssertionError("it tries for ever")
+        raise RuntimeError("CUDA out of memory")
+
+    run = simulation("mlp", "fedlamb", "stacked")
+    take_gpu_path(run)
+    run.run(1)
+    monkeypatch.setattr(CapturedSteps, "train", fail)
+    with pytest.raises(lamina.BadInput, match="too small for one client"):
+        run.run(1)
+    assert attempts[-1] == 1

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import lamina
+from lamina.engines.stacked.probe import PROBE_BATCH, PROBE_CLIENTS, probe_samples
 from small_simulations import form
 
 SAMPLES = 64
@@ -273,18 +274,22 @@ def test_one_line_says_why_the_loop_is_taken(model, data, reason, caplog):
         simulation(model.double(), data, "stacked")
 
 
-def test_float32_rounding_is_no_reason_to_fall_back():
-    class Steps(nn.Module):
-        """Rounds what the norm gives, so that an error in the last bit becomes one in the first."""
+def test_the_samples_of_the_probe_are_the_extreme_ones():
+    x = torch.randn(1000, 3, generator=torch.Generator().manual_seed(0))
+    x[700, 1], x[800, 1], x[900] = 100.0, -100.0, float("nan")
+    batches = probe_samples(x).reshape(PROBE_CLIENTS, PROBE_BATCH)
+    means = x[batches].mean((1, 2)).tolist()
+    assert means[0] == max(means)
+    assert means[-1] == min(means)
+    assert {700, 800} <= set(batches[1].tolist())
+    assert not {700, 800} & set(batches[2].tolist())
+    assert 900 not in batches
 
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.GroupNorm(4, 64), nn.Linear(64, 3)
 
-        def forward(self, x):
-            h = self.first(x)
-            return self.last(h * torch.remainder(h.detach() * 2.0**20, 1.0).round())
-
-    torch.manual_seed(0)
-    data = torch.randn(48, 64), torch.arange(48) % 3
-    assert form(lamina.Simulation(Steps(), data, "fedavg", clients=4, device="cpu")) == "stacked"
+@pytest.mark.parametrize("samples", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(), (2,), (1, 2, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.uint16, torch.int64, torch.bool])
+def test_a_small_data_set_can_be_probed(samples, shape, dtype):
+    chosen = probe_samples(torch.ones(samples, *shape).to(dtype))
+    assert len(chosen) == PROBE_CLIENTS * PROBE_BATCH
+    assert set(chosen.tolist()) <= set(range(samples))

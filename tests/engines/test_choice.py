@@ -1,4 +1,4 @@
-"""Which form is taken: stacked layers, captured steps or the loop; and why."""
+"""Which engine is taken: stacked layers, captured steps or the loop; and why."""
 
 import subprocess
 import sys
@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import lamina
-from lamina.engines.devices import has_bf16_instructions
-from small_simulations import PARTS, assert_same, form, simulation
+from small_simulations import PARTS, form, noise, simulation
 
 
 class Direct(nn.Module):
@@ -21,17 +20,6 @@ class Direct(nn.Module):
 
     def forward(self, x):
         return torch.tanh(x) @ self.w
-
-
-class Sneaky(nn.Module):
-    """A layer's weight used directly: stacks without complaint, but wrongly; the probe must notice."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.fc(x) * (1 + (x @ self.fc.weight.transpose(-1, -2)).mean())
 
 
 class Recurrent(nn.Module):
@@ -75,75 +63,6 @@ def test_a_module_that_reads_values_cannot_be_captured():
         lamina.Simulation(Recurrent(), data, "fedavg", clients=PARTS, device="cpu", engine="captured")
 
 
-def test_a_module_that_mixes_samples_or_clients_is_not_stacked():
-    torch.manual_seed(0)
-    data = torch.randn(48, 8, dtype=torch.float64), torch.arange(48) % 3
-    assert form(lamina.Simulation(Sneaky().double(), data, "fedavg", clients=PARTS, device="cpu")) != "stacked"
-
-
-class OwnStatistics(nn.Module):
-    """Keeps a running mean of its own, over the samples of a batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(8, 3)
-        self.register_buffer("mean", torch.zeros(8, dtype=torch.float64))
-
-    def forward(self, x):
-        if self.training:
-            self.mean.mul_(0.8).add_(0.2 * x.detach().mean(0))
-        return self.fc(x)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_module_that_keeps_statistics_of_its_own_keeps_clients_apart(dropout):
-    torch.manual_seed(0)
-    net, x = nn.Sequential(OwnStatistics(), nn.Dropout(dropout)).double(), torch.randn(48, 8, dtype=torch.float64)
-    auto = lamina.Simulation(net, (x, torch.arange(48) % 3), "fedavg", clients=PARTS, batch_size=4, device="cpu")
-    assert form(auto) == "loop"
-    captured = lamina.Simulation(
-        net, (x, torch.arange(48) % 3), "fedavg", clients=PARTS, batch_size=4, device="cpu", engine="captured"
-    )
-    auto.run(2)
-    captured.run(2)
-    assert_same(captured.state, auto.state, 1e-9)
-    with pytest.raises(
-        lamina.BadInput, match=r"computes one value over all samples of a batch|training changes the buffer"
-    ):
-        lamina.Simulation(net, (x, torch.arange(48) % 3), "fedavg", clients=PARTS, device="cpu", engine="stacked")
-
-
-def test_a_cpu_without_bf16_instructions_computes_in_fp32_and_says_so(caplog, monkeypatch):
-    net, data = nn.Linear(8, 3), (torch.randn(48, 8), torch.arange(48) % 3)
-    monkeypatch.setattr("lamina.engines.devices.has_bf16_instructions", lambda: False)
-    run = lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu", precision="bf16")
-    assert run.precision == "fp32"
-    assert "this CPU has no bf16 instructions, so the run uses fp32" in caplog.text
-
-
-def test_bf16_is_never_dropped_in_silence(monkeypatch):
-    monkeypatch.setattr("lamina.engines.devices.has_bf16_instructions", lambda: True)
-    torch.manual_seed(0)
-    net, data = nn.Linear(8, 3), (torch.randn(48, 8), torch.arange(48) % 3)
-    settings = {"clients": PARTS, "batch_size": 4, "lr": 0.1, "device": "cpu"}
-    runs = {
-        (engine, precision): lamina.Simulation(net, data, "fedlada", engine=engine, precision=precision, **settings)
-        for engine in ("loop", "captured")
-        for precision in ("fp32", "bf16")
-    }
-    ends = {}
-    for kind, run in runs.items():
-        run.run(2)
-        ends[kind] = run.state.server.x
-    for engine in ("loop", "captured"):
-        change = (ends[engine, "fp32"] - ends[engine, "bf16"]).abs().max()
-        assert ends[engine, "bf16"].dtype == torch.float32
-        assert 1e-6 < change < 0.05
-    assert torch.allclose(ends["loop", "bf16"], ends["captured", "bf16"], atol=1e-3)
-    with pytest.raises(lamina.BadInput, match="did you mean 'bf16'"):
-        lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu", precision="bf61")
-
-
 class Branching(lamina.algorithms.FedAvg):
     """Stops where the gradient is small: for every client alone that is fine."""
 
@@ -175,16 +94,6 @@ def test_every_algorithm_of_ours_can_be_stacked(name):
         assert form(simulation("mlp", lamina.create(name, preset), "stacked")) == "stacked"
 
 
-@pytest.mark.parametrize("kind", ["_is_avx512_bf16_supported", "_is_amx_tile_supported"])
-def test_an_x86_cpu_needs_more_than_avx512_for_bf16(kind, monkeypatch):
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-        monkeypatch.setattr(torch.cpu, name, lambda: False, raising=False)
-    assert not has_bf16_instructions()
-    monkeypatch.setattr(torch.cpu, kind, lambda: True)
-    assert has_bf16_instructions()
-
-
 @pytest.mark.long
 def test_a_run_does_not_import_the_compiler():
     """torch.compile's package takes seconds to import, and many corners of torch import it by the way."""
@@ -198,3 +107,14 @@ print("torch._dynamo" in sys.modules)
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.strip().endswith("False")
+
+
+def test_simulations_of_the_same_model_only_share_the_choice_of_an_engine():
+    first = noise(lr=0.1)
+    assert noise(1, lr=0.2).engine.forward is first.engine.forward
+    tanh = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
+    assert noise(net=tanh).engine.forward is not first.engine.forward
+    mse = noise(loss=lambda outputs, targets: outputs[:, 0] ** 2)
+    assert mse.engine.forward is not first.engine.forward
+    captured = noise(engine="captured")
+    assert noise(engine="captured").engine.forward is not captured.engine.forward  # it belongs to its own model

@@ -1,95 +1,13 @@
-"""Parts of the stacked engine: convolutions, pooling, the samples of the probe, steps by layer."""
+"""Fused networks compute the same with fewer operations."""
 
 import copy
-import functools
-from types import SimpleNamespace
 
-import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
 
-import lamina
-from engines.test_per_layer import PerLayer, PerModule
-from lamina.engines.stacked.independence import works_by_layer
-from lamina.engines.stacked.layers import convolution
 from lamina.engines.stacked.layers.fusion import fuse
-from lamina.engines.stacked.layers.modules import PlainMaxPool2d, stack, use_kernels
-from lamina.engines.stacked.probe import PROBE_BATCH, PROBE_CLIENTS, probe_samples
+from lamina.engines.stacked.layers.modules import stack
 from lamina.objective.dropout import set_streams, stream_layers, with_streams
-from lamina.objective.layers import Layers
-
-
-@pytest.mark.parametrize(
-    ("plain", "kernels", "groups"),
-    [
-        (functools.partial(F.conv2d, padding=(1, 1)), (5, 4, 3, 3), 1),
-        (functools.partial(F.conv2d, padding=(2, 1)), (5, 4, 5, 2), 1),
-        (functools.partial(F.conv2d, stride=(2, 1), padding=(1, 1), dilation=(1, 2)), (6, 2, 3, 3), 2),
-        (functools.partial(F.conv1d, stride=2), (6, 2, 3), 2),
-        (F.conv3d, (5, 4, 2, 3, 2), 1),
-        (functools.partial(F.conv_transpose1d, dilation=2), (4, 3, 3), 2),
-        (functools.partial(F.conv_transpose2d, stride=2, output_padding=1), (4, 3, 2, 3), 1),
-        (F.conv_transpose3d, (4, 1, 2, 2, 2), 4),
-    ],
-)
-@pytest.mark.parametrize("biased", [False, True])
-def test_a_grouped_convolution_is_one_per_client(plain, kernels, groups, biased):
-    torch.manual_seed(0)
-    x = torch.randn(3, 2, 4, *(7, 8, 5)[: len(kernels) - 2], dtype=torch.float64, requires_grad=True)
-    w = torch.randn(3, *kernels, dtype=torch.float64, requires_grad=True)
-
-    def convolve(x, weight, bias, groups):
-        return plain(x, weight, bias, groups=groups)
-
-    features = convolve(x[0], w[0], None, groups).shape[1]
-    b = torch.randn(3, features, dtype=torch.float64) if biased else None
-    out, expected = (form(convolve, x, w, b, groups) for form in (convolution.grouped, convolution.one_by_one))
-    assert torch.allclose(out, expected, rtol=1e-12)
-    seed = torch.randn_like(expected)
-    for a, b in zip(torch.autograd.grad(out, (x, w), seed), torch.autograd.grad(expected, (x, w), seed), strict=True):
-        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
-
-
-def test_only_plain_max_pooling_has_a_kernel_of_ours():
-    stacked = stack(nn.Sequential(nn.MaxPool2d(2), nn.MaxPool2d(3, 2), nn.MaxPool2d(2, padding=1)))
-    assert [type(layer) is PlainMaxPool2d for layer in stacked] == [True, False, False]
-    x = torch.randn(2, 3, 7, 9)
-    assert torch.equal(stacked[0](x), nn.functional.max_pool2d(x, 2))
-
-
-MODEL = Layers({"a.weight": (30, 8), "a.bias": (30,), "b.weight": (5, 30)}), torch.device("cpu")
-
-
-def test_every_algorithm_of_ours_works_layer_by_layer():
-    assert all(works_by_layer(lamina.create(name), *MODEL) for name in lamina.registry())
-    assert not works_by_layer(lamina.create("fedlamb", layers="module"), *MODEL)
-
-
-@pytest.mark.parametrize(("kind", "by_layer"), [(PerLayer, True), (PerModule, False)])
-def test_a_step_by_layer_is_found_where_a_layer_is_a_tensor(kind, by_layer):
-    assert works_by_layer(kind(), *MODEL) is by_layer
-
-
-def test_the_samples_of_the_probe_are_the_extreme_ones():
-    x = torch.randn(1000, 3, generator=torch.Generator().manual_seed(0))
-    x[700, 1], x[800, 1], x[900] = 100.0, -100.0, float("nan")
-    batches = probe_samples(x).reshape(PROBE_CLIENTS, PROBE_BATCH)
-    means = x[batches].mean((1, 2)).tolist()
-    assert means[0] == max(means)
-    assert means[-1] == min(means)
-    assert {700, 800} <= set(batches[1].tolist())
-    assert not {700, 800} & set(batches[2].tolist())
-    assert 900 not in batches
-
-
-@pytest.mark.parametrize("samples", [1, 2, 3])
-@pytest.mark.parametrize("shape", [(), (2,), (1, 2, 2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.uint16, torch.int64, torch.bool])
-def test_a_small_data_set_can_be_probed(samples, shape, dtype):
-    chosen = probe_samples(torch.ones(samples, *shape).to(dtype))
-    assert len(chosen) == PROBE_CLIENTS * PROBE_BATCH
-    assert set(chosen.tolist()) <= set(range(samples))
 
 
 class Residual(nn.Module):
@@ -149,37 +67,6 @@ def test_layers_that_are_called_by_keyword_or_twice():
             return self.head(self.norm3(x).mean((2, 3)))
 
     assert taken_over(assert_fused_is_the_same(Odd())) == [set(), {"relu"}, {"relu"}, set()]
-
-
-def test_the_kernel_of_a_norm_gets_no_residual_of_another_shape():
-    (layer,) = stack(nn.Sequential(nn.GroupNorm(2, 4)))
-    parameters = {"weight": torch.ones(1, 4), "bias": torch.zeros(1, 4)}
-    x = torch.randn(2, 4, 3, 3)
-    expected = torch.func.functional_call(layer, parameters, (x, x.mean((2, 3), keepdim=True)))
-    layer.kernel = lambda *inputs: "the kernel's result"
-    assert torch.func.functional_call(layer, parameters, (x, x)) == "the kernel's result"
-    assert torch.equal(torch.func.functional_call(layer, parameters, (x, x.mean((2, 3), keepdim=True))), expected)
-
-
-def test_layers_under_vmap_use_no_kernels():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3, 1, 1))
-            self.layers = nn.Sequential(nn.MaxPool2d(2), nn.Dropout(0.5), nn.Flatten())
-
-        def forward(self, x):
-            return self.layers(x * self.scale)
-
-    def refuse(*inputs):
-        raise AssertionError("a kernel under vmap")
-
-    kernels = SimpleNamespace(LARGEST_WINDOW=127, drop=refuse, flatten=refuse, max_pool=refuse)
-    module = stack(with_streams(nn.Sequential(Scaled()))[0])
-    set_streams(stream_layers(module), torch.tensor([1, 2]))
-    use_kernels(module, kernels, "tf32")
-    inputs = {"0.scale": torch.ones(2, 3, 1, 1)}, (torch.randn(6, 3, 4, 4),)
-    assert torch.func.functional_call(module, *inputs).shape == (6, 12)
 
 
 def test_a_norm_whose_result_is_used_twice_stays_as_it_is():

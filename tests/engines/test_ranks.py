@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,17 @@ import torch.multiprocessing as mp
 
 import kinds
 import lamina
-from engines.test_per_layer import PerLayer
 from helpers import processes
+from lamina.algorithms.contract import Displacement
+from lamina.engines.ranks import Ranks
+from lamina.engines.state import RoundSums
 from lamina.training.metrics import DIAGNOSTICS
 from objective.test_dropout import simulation as dropout_simulation
+from per_layer import PerLayer
 from second_gradients import FedSam
 from small_simulations import simulation
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 START = processes.get_start_method()  # from a server that has imported torch once
 ALGORITHMS = {
     "fedlamb": lambda: lamina.FedLamb(decay=0.01),
@@ -126,3 +130,37 @@ def test_ranks_give_the_trajectory_of_one_process():
                 assert row == {k: pytest.approx(own[k], rel=1e-6, abs=1e-12) for k in row}
     assert {results[rank]["error"] for rank in range(world)} == {results[0]["error"]}
     assert results[0]["error"] is not None
+
+
+@pytest.mark.parametrize("shares", [[[0, 3], [1, 2, 4]], [[0, 1, 2, 3, 4], []], [[2], [0, 1, 3, 4]]], ids=str)
+def test_ranks_add_up_the_spread_of_their_clients(shares, monkeypatch):
+    """Two threads, whose all-reduce meets at a barrier, against one process that adds client after client."""
+    weights = [0.1, 0.3, 0.2, 0.15, 0.25]
+    deltas = 1 + 1e-4 * torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
+    exact = deltas.double()
+    mean = (torch.tensor(weights, dtype=torch.float64).unsqueeze(1) * exact).sum(0)
+    expected = sum(w * float((row - mean).square().sum()) for w, row in zip(weights, exact, strict=True))
+    barrier, parts = threading.Barrier(2), {}
+
+    def add(self, vector):
+        parts[self.rank] = vector
+        barrier.wait(10)
+        total = parts[0] + parts[1]
+        barrier.wait(10)
+        return total
+
+    def work(rank):
+        sums = RoundSums(weights=weights)
+        for c in shares[rank]:
+            sums.add_client(c, lamina.FedAvg(), Displacement(deltas[c]), {}, loss=0.0, steps=1, by_examples=False)
+        Ranks(rank, 2).combine([sums], [(Displacement(torch.zeros(1000)), torch.zeros(0))], {})
+        spreads[rank] = sums.spread
+
+    monkeypatch.setattr(Ranks, "add", add)
+    spreads = {}
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert spreads == {0: pytest.approx(expected, rel=1e-3), 1: pytest.approx(expected, rel=1e-3)}

@@ -1,18 +1,17 @@
-"""consistency in float32, where clients hardly differ: nothing cancels, in any engine."""
-
-import threading
-from typing import NamedTuple
+"""The spread of the uploads, for `consistency`: nothing cancels in float32, in any engine."""
 
 import pytest
 import torch
 from torch import nn
 
 import lamina
-from lamina.engines.ranks import Ranks
+from lamina.algorithms.contract import Displacement
+from lamina.engines.stacked import spread
 from lamina.engines.stacked.rows import Row
-from lamina.engines.stacked.spread import chunk_distances
+from lamina.engines.stacked.spread import chunk_distances, squared_distances
 from lamina.engines.state import RoundSums
-from small_simulations import set_chunk
+from small_simulations import assert_same, reference, set_chunk, take_gpu_path
+from small_simulations import simulation as small_simulation
 
 SAMPLES = 30  # of every client
 
@@ -56,49 +55,33 @@ def test_a_cohort_of_one_agrees_with_itself(name, engine):
         assert row["consistency"] <= (4 * torch.finfo(torch.float32).eps * row["update_norm"]) ** 2
 
 
-class Up(NamedTuple):
-    delta: torch.Tensor
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 def test_an_upload_that_is_not_finite_shows_in_the_distances(rows):
     delta = torch.ones(rows, 4)
     delta[0, -1] = torch.inf
     chunk = [Row(0, c, 1 / rows) for c in range(rows)]
-    totals = {0: (Up(delta.mean(0)), {})}
+    totals = {0: (Displacement(delta.mean(0)), {})}
     by_row, _ = chunk_distances(chunk, delta, [RoundSums()], totals, lambda vector: vector)
     assert not torch.isfinite(by_row[0])
 
 
-@pytest.mark.parametrize("shares", [[[0, 3], [1, 2, 4]], [[0, 1, 2, 3, 4], []], [[2], [0, 1, 3, 4]]], ids=str)
-def test_ranks_add_up_the_spread_of_their_clients(shares, monkeypatch):
-    """Two threads, whose all-reduce meets at a barrier, against one process that adds client after client."""
-    weights = [0.1, 0.3, 0.2, 0.15, 0.25]
-    deltas = 1 + 1e-4 * torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
-    exact = deltas.double()
-    mean = (torch.tensor(weights, dtype=torch.float64).unsqueeze(1) * exact).sum(0)
-    expected = sum(w * float((row - mean).square().sum()) for w, row in zip(weights, exact, strict=True))
-    barrier, parts = threading.Barrier(2), {}
+def test_updates_whose_squares_overflow_are_measured_as_in_the_loop():
+    """Their consistency is finite in float64, and no client has diverged."""
+    settings = {"dtype": torch.float32, "lr": 1e22, "local_steps": 1}
+    loop, run = reference("mlp", "fedavg", 1, **settings), small_simulation("mlp", "fedavg", "stacked", **settings)
+    take_gpu_path(run)
+    run.run(1)
+    assert_same(run.state, loop.state, 1e-5)
+    assert run.history.column("consistency") == pytest.approx(loop.history.column("consistency"), rel=1e-5)
 
-    def add(self, vector):
-        parts[self.rank] = vector
-        barrier.wait(10)
-        total = parts[0] + parts[1]
-        barrier.wait(10)
-        return total
 
-    def work(rank):
-        sums = RoundSums(weights=weights)
-        for c in shares[rank]:
-            sums.add_client(c, lamina.FedAvg(), Up(deltas[c]), {}, loss=0.0, steps=1, by_examples=False)
-        Ranks(rank, 2).combine([sums], [(Up(torch.zeros(1000)), torch.zeros(0))], {})
-        spreads[rank] = sums.spread
+def test_distances_are_taken_in_pieces_from_every_rows_own_centre(monkeypatch):
+    monkeypatch.setattr(spread, "PIECE_ELEMENTS", 6)  # two columns of three rows at a time
+    rows, centres = torch.randn(3, 5), torch.randn(2, 5)
+    expected = (rows - centres[[1, 0, 1]]).square().sum(1)
+    torch.testing.assert_close(squared_distances(rows, centres, [1, 0, 1]), expected)
 
-    monkeypatch.setattr(Ranks, "add", add)
-    spreads = {}
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert spreads == {0: pytest.approx(expected, rel=1e-3), 1: pytest.approx(expected, rel=1e-3)}
+
+def test_half_precision_is_squared_in_float32():
+    rows = torch.full((1, 4), 300.0, dtype=torch.float16)
+    assert squared_distances(rows, torch.zeros(1, 4), [0]).tolist() == [360_000.0]

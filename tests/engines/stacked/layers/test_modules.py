@@ -1,0 +1,94 @@
+"""Layers get their stacked classes, and give the loop's trajectory."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import lamina
+from lamina.engines.stacked.layers.modules import PlainMaxPool2d, stack, use_kernels
+from lamina.objective.dropout import set_streams, stream_layers, with_streams
+from stacked_layers import Scaled, assert_as_in_the_loop, chain, data
+
+TENSORS = {
+    "RMSNorm": (lambda: chain(nn.Linear(6, 6), nn.RMSNorm(6), features=6), (6,)),
+    "RMSNorm over two axes": (lambda: chain(nn.RMSNorm((4, 6), eps=0.1), features=24), (4, 6)),
+    "InstanceNorm1d": (lambda: chain(nn.InstanceNorm1d(4, affine=True), features=24), (4, 6)),
+    "InstanceNorm2d": (lambda: chain(nn.InstanceNorm2d(2, affine=True), features=18), (2, 3, 3)),
+    "InstanceNorm3d": (lambda: chain(nn.InstanceNorm3d(2, affine=True), features=24), (2, 2, 2, 3)),
+    "BatchNorm3d": (lambda: chain(nn.Conv3d(2, 2, 1, bias=False), nn.BatchNorm3d(2), features=24), (2, 2, 2, 3)),
+    "SMU": (lambda: chain(nn.Linear(6, 6), lamina.models.SMU(2.0), features=6), (6,)),
+    "PReLU": (lambda: chain(nn.PReLU(4), features=24), (4, 6)),
+    "PReLU with one slope": (lambda: chain(nn.Linear(6, 6), nn.PReLU(), features=6), (6,)),
+}
+
+
+@pytest.mark.parametrize(("make", "shape"), TENSORS.values(), ids=TENSORS.keys())
+def test_layers(make, shape):
+    assert_as_in_the_loop(make, data(shape))
+
+
+def test_an_option_without_a_stacked_form_runs_in_the_loop():
+    def make():
+        return chain(nn.InstanceNorm1d(4, affine=True, track_running_stats=True), features=24)
+
+    assert_as_in_the_loop(make, data((4, 6)), "loop")
+
+
+def test_only_plain_max_pooling_has_a_kernel_of_ours():
+    stacked = stack(nn.Sequential(nn.MaxPool2d(2), nn.MaxPool2d(3, 2), nn.MaxPool2d(2, padding=1)))
+    assert [type(layer) is PlainMaxPool2d for layer in stacked] == [True, False, False]
+    x = torch.randn(2, 3, 7, 9)
+    assert torch.equal(stacked[0](x), nn.functional.max_pool2d(x, 2))
+
+
+def test_the_kernel_of_a_norm_gets_no_residual_of_another_shape():
+    (layer,) = stack(nn.Sequential(nn.GroupNorm(2, 4)))
+    parameters = {"weight": torch.ones(1, 4), "bias": torch.zeros(1, 4)}
+    x = torch.randn(2, 4, 3, 3)
+    expected = torch.func.functional_call(layer, parameters, (x, x.mean((2, 3), keepdim=True)))
+    layer.kernel = lambda *inputs: "the kernel's result"
+    assert torch.func.functional_call(layer, parameters, (x, x)) == "the kernel's result"
+    assert torch.equal(torch.func.functional_call(layer, parameters, (x, x.mean((2, 3), keepdim=True))), expected)
+
+
+def test_layers_under_vmap_use_no_kernels():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3, 1, 1))
+            self.layers = nn.Sequential(nn.MaxPool2d(2), nn.Dropout(0.5), nn.Flatten())
+
+        def forward(self, x):
+            return self.layers(x * self.scale)
+
+    def refuse(*inputs):
+        raise AssertionError("a kernel under vmap")
+
+    kernels = SimpleNamespace(LARGEST_WINDOW=127, drop=refuse, flatten=refuse, max_pool=refuse)
+    module = stack(with_streams(nn.Sequential(Scaled()))[0])
+    set_streams(stream_layers(module), torch.tensor([1, 2]))
+    use_kernels(module, kernels, "tf32")
+    inputs = {"0.scale": torch.ones(2, 3, 1, 1)}, (torch.randn(6, 3, 4, 4),)
+    assert torch.func.functional_call(module, *inputs).shape == (6, 12)
+
+
+def test_frozen_layers_are_shared_by_all_clients():
+    class Frozen(nn.Module):
+        """Everything is frozen but one norm, the projection of an attention, and a bias."""
+
+        def __init__(self):
+            super().__init__()
+            self.words, self.attention = nn.Embedding(11, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+            self.scaled, self.norm, self.head = Scaled(8), nn.LayerNorm(8), nn.Linear(8, 3)
+            for parameter in (*self.words.parameters(), *self.scaled.parameters(), self.head.weight):
+                parameter.requires_grad_(False)
+            self.attention.in_proj_weight.requires_grad_(False)
+            self.attention.out_proj.bias.requires_grad_(False)
+
+        def forward(self, tokens):
+            x = self.scaled(self.words(tokens))
+            return self.head(self.norm(x + self.attention(x, x, x)[0]).mean(1))
+
+    assert_as_in_the_loop(Frozen, data())
