@@ -36,7 +36,6 @@ from lamina.cli import base
 from lamina.cli import tune as tune_command
 from lamina.experiment.config import load, parse
 from lamina.experiment.runs.folder import RunFolder
-from lamina.experiment.toml import as_toml
 from lamina.experiment.trials import study
 from lamina.experiment.trials import tune as tuning
 from lamina.experiment.trials.settings import Range
@@ -518,9 +517,3 @@ def test_a_folder_of_something_else_is_refused(here, capsys):
     Path("t/letter.txt").write_text("dear")
     assert call(*tune("grid.toml", out="t")) == 2
     assert "other files than those of lamina tune" in capsys.readouterr().err
-
-
-def test_toml_is_read_back():
-    tree = {"a": {"x": 1e-05, "y": [1, "two", True], "z": None, "b.c": {"k": 'q"uote', "n": float("inf")}}}
-    del tree["a"]["z"]
-    assert tomllib.loads(as_toml(tree)) == tree
