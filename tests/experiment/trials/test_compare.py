@@ -12,13 +12,12 @@ import shutil
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
 import lamina
-from comparisons import ROUNDS, RUNS, TOML, assert_same_comparison, command, table
+from comparisons import DATA, OF_TWO_RATES, ROUNDS, RUNS, TOML, assert_same_comparison, command, table
 from helpers import assert_same, call, finish, kill, populations, rows, sets, skip_pictures, start
 from lamina import BadInput
 from lamina.cli import base
@@ -300,10 +299,6 @@ def test_live_bars_on_a_terminal(here, monkeypatch):
 
 # --- clients ----------------------------------------------------------------------------------------------------------
 
-X = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
-DATA = X, (X[:, 0] > 0).long()
-OF_TWO_RATES = {"test": DATA, "rounds": 2, "seeds": 1, "lr": [0.1, 0.2], "device": "cpu"}
-
 
 def test_lists_of_clients_give_the_batches_of_a_simulation_whatever_their_order():
     order = torch.randperm(190, generator=torch.Generator().manual_seed(0)).tolist()
@@ -312,15 +307,3 @@ def test_lists_of_clients_give_the_batches_of_a_simulation_whatever_their_order(
     history = lamina.Simulation(module, DATA, "fedavg", test=DATA, **settings).run(2)
     (compared,) = lamina.compare(module, DATA, ["fedavg"], **OF_TWO_RATES | settings).histories["fedavg"]
     assert compared[-1]["loss"] == history[-1]["loss"]
-
-
-@pytest.mark.parametrize("heldout", [[2], 0.3])
-def test_a_client_that_never_trains_is_no_other_one_while_settings_are_chosen(heldout):
-    """A client whose only sample is held out to choose on would change the numbers of all after it."""
-    sites = np.repeat([0, 1, 2, 3], [1, 60, 60, 79])
-    data = lamina.data.Dataset(*DATA, columns={"site": sites})
-    seed = next(seed for seed in range(20) if 0 not in data.holdout(0.2, seed)[0].columns["site"])
-    settings = {"partition": lamina.data.ByColumn("site"), "seed": seed, **OF_TWO_RATES}
-    with pytest.raises(lamina.BadInput, match=r"1 client \(0\) would have no sample .*give heldout_clients as values"):
-        lamina.compare(torch.nn.Linear(4, 2), data, ["fedavg"], heldout_clients=heldout, **settings)
-    lamina.compare(torch.nn.Linear(4, 2), data, ["fedavg"], heldout_clients=["2"], **settings)
