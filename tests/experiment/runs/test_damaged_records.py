@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lamina
-from helpers import Killed, assert_same, call, said_in_one_line, skip_pictures, words
+from helpers import Killed, assert_same, call, said_in_one_line, skip_pictures, truncate, words
 from lamina import BadInput
 from lamina.experiment.runs.folder import RunFolder
 from lamina.experiment.runs.records import read_record
@@ -24,10 +24,6 @@ def flip(path):
 
 def contents(folder):
     return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file() and path.name != "lock"}
-
-
-def truncate(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 @pytest.mark.long
@@ -216,15 +212,6 @@ def test_runs_that_cannot_resume_together_resume_apart(here, monkeypatch):
     assert call(*words("tune", "t", "tune.grid.train.lr=[0.01, 0.1, 0.2]", "train.rounds=4")) == 0
     assert "resuming after round 2 of 4" in Path("t/lr0.01/seed0/log.txt").read_text()
     assert len(read_record("t/lr0.2/seed0").history) == 4
-
-
-def test_a_model_cut_short_is_written_again(half, capsys):
-    whole = half.parent / "whole"
-    model = (whole / "model.safetensors").read_bytes()
-    truncate(whole / "model.safetensors")
-    assert call(*[word for word in command(whole, rounds=6) if word != "--quiet"]) == 0
-    assert "is complete" not in capsys.readouterr().out
-    assert (whole / "model.safetensors").read_bytes() == model
 
 
 def test_what_is_lost_of_the_environment_does_not_stop_a_run(half, capsys):

@@ -19,7 +19,6 @@ from rich.console import Console
 import lamina
 from comparisons import DATA, OF_TWO_RATES, ROUNDS, RUNS, TOML, assert_same_comparison, command, table
 from helpers import assert_same, call, finish, kill, populations, rows, sets, skip_pictures, start
-from lamina import BadInput
 from lamina.cli import base
 from lamina.experiment.config import load
 from lamina.experiment.runs.records import find_records, read_record
@@ -165,16 +164,6 @@ def test_fewer_methods_and_seeds_leave_one_story_in_the_folder(empty_folder):
     assert len(table("c")) == 2 * 2 * 2
 
 
-def test_a_log_is_about_its_own_run(here):
-    assert call(*command("c", "compare.grid.fedavg.lr=[0.05, 1e30]", "train.rounds=2")) == 0
-    logs = {name: Path("c", name, "log.txt").read_text() for name in RUNS[2:]}
-    logs |= {f"tuning/fedavg/lr{lr}": Path(f"c/tuning/fedavg/lr{lr}/log.txt").read_text() for lr in ("0.05", "1e+30")}
-    for name, text in logs.items():
-        assert f"c/{name}: " in text
-        assert not any(f"c/{other}: " in text for other in logs if other != name)
-        assert ("diverged" in text) == name.endswith("1e+30")
-
-
 def test_another_comparison_is_refused_until_told_to_overwrite(here, whole, capsys):
     whole.rename("c")
     kept = ("fedavg/seed0/metrics.jsonl", "rounds.csv", "tuning.csv", "config.json")
@@ -260,18 +249,6 @@ def test_a_member_that_diverges_leaves_the_others_alone(here):
     assert call(*command("b", wild, "train.rounds=5")) == 0
     assert call(*command("b", wild)) == 0
     assert_same("a/tuning/fedavg/lr0.05", "b/tuning/fedavg/lr0.05")
-
-
-def test_a_record_of_a_run_that_is_still_going(here, whole):
-    whole.rename("c")
-    metrics = here / "c" / "fedavg" / "seed0" / "metrics.jsonl"
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:5]) + '{"round": 6, "lo')
-    record = read_record(metrics.parent)
-    assert (len(record.history), record.complete, record.ended) == (5, False, False)
-    with pytest.raises(BadInput, match="no run in"):
-        find_records([here / "c" / "fedavg" / "seed0" / "checkpoints"])
-    with pytest.raises(BadInput, match="no folder"):
-        find_records(["none"])
 
 
 def test_a_comparison_writes_nothing_before_it_runs(here):
