@@ -10,7 +10,6 @@ import torch
 import lamina
 from helpers import Killed, assert_same, call, said_in_one_line, skip_pictures, truncate, words
 from lamina import BadInput
-from lamina.experiment.runs.folder import RunFolder
 from lamina.experiment.runs.records import read_record
 from lamina.storage.checkpoint import Checkpoints
 from small_run import command
@@ -192,26 +191,6 @@ def test_one_damaged_run_of_several_is_refused_and_the_others_are_kept(here, cap
     shutil.rmtree(run)
     assert call(*arguments) == 0
     assert read_record(run).complete
-
-
-def test_runs_that_cannot_resume_together_resume_apart(here, monkeypatch):
-    """A value that is added to a stopped grid does not send the other runs back to round 1."""
-    skip_pictures(monkeypatch)
-    old, left = RunFolder.checkpoint, [4]
-
-    def dying(folder, simulation):
-        left[0] -= 1
-        if left[0] < 0:
-            raise Killed
-        old(folder, simulation)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "checkpoint", dying)
-        with pytest.raises(Killed):
-            call(*words("tune", "t", "tune.grid.train.lr=[0.01, 0.1]", "train.rounds=4"))
-    assert call(*words("tune", "t", "tune.grid.train.lr=[0.01, 0.1, 0.2]", "train.rounds=4")) == 0
-    assert "resuming after round 2 of 4" in Path("t/lr0.01/seed0/log.txt").read_text()
-    assert len(read_record("t/lr0.2/seed0").history) == 4
 
 
 def test_what_is_lost_of_the_environment_does_not_stop_a_run(half, capsys):

@@ -18,14 +18,12 @@ from rich.console import Console
 
 import lamina
 from comparisons import DATA, OF_TWO_RATES, ROUNDS, RUNS, TOML, assert_same_comparison, command, table
-from helpers import assert_same, call, finish, kill, populations, rows, sets, skip_pictures, start
+from helpers import assert_same, call, finish, kill, rows, sets, skip_pictures, start
 from lamina.cli import base
 from lamina.experiment.config import load
 from lamina.experiment.runs.records import find_records, read_record
 from lamina.experiment.trials import compare as comparing
-from lamina.experiment.trials import trials
 from lamina.storage.checkpoint import Checkpoints
-from lamina.storage.locks import Lock
 from lamina.training import progress
 from lamina.training.training import Training
 
@@ -75,26 +73,6 @@ def test_a_comparison_is_a_folder_of_ordinary_runs(here, whole):
     assert [row["accuracy"] for row in rows("again")] == pytest.approx(
         [row["accuracy"] for row in rows("c/tuning/fedavg/lr0.2")], abs=0.01
     )
-
-
-def test_side_by_side_gives_the_results_of_separate_runs(here, monkeypatch):
-    grouped = populations(monkeypatch)
-    every = "run.evaluate_every=5"  # and the last round
-    assert call(*command("stacked", every)) == 0
-    assert [[len(group) for group in groups] for groups in grouped] == [[2], [2], [2]]
-    monkeypatch.setattr(trials, "stackable", lambda runs: [[run] for run in runs])
-    assert call(*command("separate", every)) == 0
-    for name in RUNS:
-        for a, b in zip(rows(Path("stacked", name)), rows(Path("separate", name)), strict=True):
-            assert a == {key: pytest.approx(value, rel=1e-4, abs=1e-6) for key, value in b.items()}
-    assert ["accuracy" in row for row in rows("stacked/fedavg/seed0")] == [
-        r in (5, ROUNDS) for r in range(1, ROUNDS + 1)
-    ]
-
-
-def test_runs_of_the_loop_engine_are_compared_too(here):
-    assert call(*command("c", "run.engine=loop", "train.rounds=2")) == 0
-    assert all(record.config["run"]["engine"] == "loop" for record in find_records(["c"]))
 
 
 @pytest.mark.long
@@ -189,13 +167,6 @@ def test_a_damaged_config_is_refused_in_one_line(here, capsys):
     said = capsys.readouterr().err
     assert "holds other files than" in said
     assert said.count("\n") == 1
-
-
-def test_two_comparisons_never_share_a_folder(here, capsys):
-    lock = Lock(here / "c")
-    assert call(*command("c")) == 2
-    assert f"process {os.getpid()} is writing" in capsys.readouterr().err
-    lock.release()
 
 
 def test_choosing_on_the_test_data_is_said(here, capsys):

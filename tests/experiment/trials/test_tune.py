@@ -264,13 +264,6 @@ def test_an_interrupted_grid_is_not_finished(here, capsys, monkeypatch):
     assert call(*tune("grid.toml", out="t")) == 0
 
 
-def test_the_ends_of_a_range_lie_on_its_scale():
-    """Of 0.001 to 1, 0.01 is a third of the way on a logarithmic scale, and 0.8 is 97 % of it."""
-    log, linear = Range(0.001, 1.0, log=True), Range(0.001, 1.0)
-    assert [log.ends(value) for value in (0.0011, 0.01, 0.8)] == [(True, False), (False, False), (False, True)]
-    assert [linear.ends(value) for value in (0.01, 0.8, 0.96)] == [(True, False), (False, False), (False, True)]
-
-
 @pytest.mark.long
 def test_a_grid_killed_at_random_moments_ends_the_same(here):
     longer = "train.rounds=12"
