@@ -99,13 +99,3 @@ def test_a_second_moment_that_cannot_be_corrected_is_refused(name):
     with pytest.raises(BadInput, match=r"bias_correction divides by 1 - beta2\^t, which is 0 for beta2 = 1"):
         algorithms.create(name, beta2=1.0, bias_correction=True)
     algorithms.create(name, beta2=1.0)  # v = v_init for ever: a fixed preconditioner
-
-
-OPTIONS = {name: algorithms.options(algorithm) for name, algorithm in algorithms.registry().items()}
-
-
-@pytest.mark.parametrize("name", [name for name, options in OPTIONS.items() if "beta1" in options])
-def test_a_momentum_that_never_changes_is_refused(name):
-    for corrected in {False, "bias_correction" in OPTIONS[name]}:
-        with pytest.raises(BadInput, match="beta1 = 1 never lets a gradient into the momentum"):
-            algorithms.create(name, beta1=1.0, **({"bias_correction": True} if corrected else {}))

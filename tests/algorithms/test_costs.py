@@ -76,34 +76,6 @@ def test_paper_convention() -> None:
         assert simulation.run(1)[0]["paper_bytes"] == models * BYTES * 3
 
 
-@pytest.mark.parametrize("name", ["fedams", "fedlamb", "mime", "mimelamb"])
-@pytest.mark.parametrize("every", [2, 3])
-def test_lazy_synchronisation_bytes(name: str, every: int) -> None:
-    """Up: x always, v (or G) in rounds divisible by Z. Down: x always, v_hat to those who hold another version (A16).
-
-    Before round r the server has updated v_hat floor((r - 1) / Z) times; that count is the version.
-    """
-    simulation = simulate(make(name, {"sync_every": every}))
-    history, held, late = simulation.run(10), {}, 0
-    for r, row in enumerate(history, 1):
-        cohort = simulation.plan.cohort(r).tolist()
-        version = (r - 1) // every
-        stale = [i for i in cohort if held.get(i) != version]
-        late += sum(i in held for i in stale) if (r - 1) % every else 0
-        held |= dict.fromkeys(cohort, version)
-        assert row["bytes_down"] == (len(cohort) + len(stale)) * BYTES
-        assert row["bytes_up"] == (len(cohort) + len(cohort) * (r % every == 0)) * BYTES
-    assert late > 0, "no client was late to a synchronisation: the case tests nothing"
-
-
-@pytest.mark.parametrize("name", ["fedams", "fedlamb", "mime", "mimelamb"])
-@pytest.mark.parametrize("every", [2, 3, 5])
-def test_lazy_synchronisation_cost_at_best(name: str, every: int) -> None:
-    """A client always active receives v_hat once and sends v once in Z rounds: 1 + 1/Z each way."""
-    cost = ledger.wire_cost(make(name, {"sync_every": every}))
-    assert (cost.down, cost.up) == pytest.approx((1 + 1 / every, 1 + 1 / every), rel=1e-12)
-
-
 class Counting(T.Network):
     """The network with a float buffer (a running mean of the inputs) and an integer one (calls in training)."""
 

@@ -13,7 +13,7 @@ from lamina.base.errors import BadInput
 from lamina.data import load as load_data
 from lamina.data.readers.own import as_splits
 from lamina.experiment import build
-from lamina.experiment.config import load, parse
+from lamina.experiment.config import load
 from lamina.experiment.trials.tune import with_settings
 
 TABLE = """
@@ -165,33 +165,6 @@ def test_what_a_function_may_return():
     assert (train.class_names, train.columns["who"].tolist()) == (("a", "b"), [1, 1, 2, 2])
     train, _ = as_splits("m:load", ((x, y.float()), (x, y.float())))
     assert train.classes is None
-
-
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        ({"name": "table", "label": "y"}, "[data] needs the key 'path' for table"),
-        ({"name": "table", "path": "a.csv", "label": "y", "clint": "z"}, "did you mean 'client'?"),
-        ({"name": "table", "path": "a.csv", "label": 3}, "data.label = 3: must be text"),
-        ({"name": "table", "path": "a.csv", "label": "y", "task": "guess"}, "'classification' or 'regression'"),
-        ({"name": "images", "path": "a", "size": 3}, "must be a list of whole numbers"),
-        ({"name": "arrays", "path": "a", "test": True}, "must be text or a number"),
-        ({"name": "digits", "path": "a"}, "[data] has no key 'path'"),
-        ({"name": "tabel", "path": "a"}, "did you mean 'table'?"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_is_read(data, expected):
-    with pytest.raises(BadInput) as refused:
-        parse({"data": data})
-    assert expected in str(refused.value)
-
-
-def test_natural_clients_are_the_partition_unless_another_is_given(folder):
-    natural = {"name": "arrays", "path": "x", "client": "user"}
-    assert parse({"data": natural}).data.partition.options() == {"column": "user"}
-    assert parse({"data": natural | {"partition": "iid"}}).data.partition.name == "iid"
-    (folder / "child.toml").write_text('extends = "table.toml"\n[data]\nname = "arrays"\npath = "x"\n')
-    assert load("child.toml").data.options() == {"path": "x"}
 
 
 def test_regression_on_a_table(folder):

@@ -3,6 +3,8 @@
 import csv
 from pathlib import Path
 
+import torch
+
 from helpers import assert_same, words
 
 TOML = """
@@ -36,6 +38,11 @@ RUNS = (
     "scaffold/seed0",
     "scaffold/seed1",
 )
+GRID = ("compare.algorithms=['fedlamb']", "compare.seeds=1", "train.rounds=4", "compare.grid.fedlamb.lr=[0.01, 0.1]",
+        "compare.grid.fedlamb.decay=[0.0, 0.01, 0.0]")  # fmt: skip
+X = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+DATA = X, (X[:, 0] > 0).long()
+OF_TWO_RATES = {"test": DATA, "rounds": 2, "seeds": 1, "lr": [0.1, 0.2], "device": "cpu"}
 
 
 def command(out, *more):

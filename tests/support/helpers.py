@@ -38,6 +38,11 @@ def mode(path):
     return path.stat().st_mode & 0o777
 
 
+def truncate(path):
+    """Cut a file to half its length."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
 def sets(*settings):
     """Settings as words of a command line."""
     return [word for setting in settings for word in ("--set", setting)]

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import lamina
-from helpers import Killed, assert_same, call, said_in_one_line, skip_pictures, words
+from helpers import Killed, assert_same, call, said_in_one_line, skip_pictures, truncate, words
 from lamina import BadInput
-from lamina.experiment.runs.folder import RunFolder
 from lamina.experiment.runs.records import read_record
 from lamina.storage.checkpoint import Checkpoints
 from small_run import command
@@ -24,10 +23,6 @@ def flip(path):
 
 def contents(folder):
     return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file() and path.name != "lock"}
-
-
-def truncate(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 @pytest.mark.long
@@ -196,35 +191,6 @@ def test_one_damaged_run_of_several_is_refused_and_the_others_are_kept(here, cap
     shutil.rmtree(run)
     assert call(*arguments) == 0
     assert read_record(run).complete
-
-
-def test_runs_that_cannot_resume_together_resume_apart(here, monkeypatch):
-    """A value that is added to a stopped grid does not send the other runs back to round 1."""
-    skip_pictures(monkeypatch)
-    old, left = RunFolder.checkpoint, [4]
-
-    def dying(folder, simulation):
-        left[0] -= 1
-        if left[0] < 0:
-            raise Killed
-        old(folder, simulation)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "checkpoint", dying)
-        with pytest.raises(Killed):
-            call(*words("tune", "t", "tune.grid.train.lr=[0.01, 0.1]", "train.rounds=4"))
-    assert call(*words("tune", "t", "tune.grid.train.lr=[0.01, 0.1, 0.2]", "train.rounds=4")) == 0
-    assert "resuming after round 2 of 4" in Path("t/lr0.01/seed0/log.txt").read_text()
-    assert len(read_record("t/lr0.2/seed0").history) == 4
-
-
-def test_a_model_cut_short_is_written_again(half, capsys):
-    whole = half.parent / "whole"
-    model = (whole / "model.safetensors").read_bytes()
-    truncate(whole / "model.safetensors")
-    assert call(*[word for word in command(whole, rounds=6) if word != "--quiet"]) == 0
-    assert "is complete" not in capsys.readouterr().out
-    assert (whole / "model.safetensors").read_bytes() == model
 
 
 def test_what_is_lost_of_the_environment_does_not_stop_a_run(half, capsys):

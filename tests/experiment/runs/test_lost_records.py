@@ -383,50 +383,6 @@ def test_a_metrics_line_that_is_not_a_row_of_numbers_is_damage(here, capsys, lin
     assert "part/metrics.jsonl is missing or damaged after round 3" in said_in_one_line(capsys)
 
 
-def without(*keys):
-    def change(config):
-        inner = config
-        for key in keys[:-1]:
-            inner = inner[key]
-        del inner[keys[-1]]
-        return config
-
-    return change
-
-
-DAMAGES = [
-    lambda config: "{",
-    lambda config: [],
-    lambda config: {},
-    lambda config: "[" * 100_000,
-    without("train"),
-    without("train", "rounds"),
-    without("algorithm"),
-    without("algorithm", "name"),
-    lambda config: {**config, "train": 5},
-    lambda config: {**config, "data": [1]},
-    lambda config: {**config, "train": {**config["train"], "rounds": "many"}},
-    lambda config: {**config, "train": {**config["train"], "lr": None}},
-    lambda config: {**config, "train": {**config["train"], "lr": 10**400}},
-    lambda config: {**config, "train": {**config["train"], "seed": [1]}},
-]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_config_is_one_line_everywhere(here, capsys, damage):
-    path = here / "part" / "config.json"
-    damaged = damage(json.loads(path.read_text()))
-    path.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
-    for reader in (
-        ("watch", "part", "--once"),
-        ("export", "part"),
-        ("report", "part", "--out", "page.html"),
-        command("part"),
-    ):
-        assert call(*reader) == 2, reader
-        said_in_one_line(capsys)
-
-
 def test_a_damaged_config_in_a_comparison_is_one_line(here, capsys):
     staged = ("compare.seeds=1", "compare.grid.fedavg.lr=[0.01, 0.1]", "compare.tuning_rounds=1")
     assert call(*compare(*staged)) == 0

@@ -98,26 +98,6 @@ def test_a_claim_may_be_about_the_first_rounds_of_runs_that_are_not_equally_long
     assert verdict(entries, kind="order", expect=["a", "b"], within=3).verdict == "not run"  # b has two rounds
 
 
-@pytest.mark.parametrize("field", ["at", "within"])
-def test_runs_that_are_too_short_for_a_claim_are_told_before_they_begin(field):
-    made = parse({"claim": [{"text": "so", "kind": "order", "expect": ["fedavg", "fedlamb@Z=3"], field: 50}]})
-    short = made.model_copy(update={"train": made.train.model_copy(update={"rounds": 49})})
-    assert reproduction.too_short(made.claim[0], {"": made, "Z=3": made}) == ""
-    note = reproduction.too_short(made.claim[0], {"": made, "Z=3": short})
-    assert note == "no verdict on 'so': it is about round 50, and the runs have 49"
-
-
-def test_in_the_small_version_a_claim_is_about_the_rounds_there_are():
-    def small(rounds=10, **claim):
-        made = parse({"claim": [{"text": "so", "kind": "order", "expect": ["a", "b"], **claim}]}).claim[0]
-        made = reproduction.in_reach(made, rounds)
-        return made.at, made.within
-
-    assert small(at=50) == ("last", None)
-    assert small(at=5, within=8) == (5, 8)
-    assert small(at="last", within=100) == ("last", None)
-
-
 def test_what_the_numbers_of_a_claim_are():
     def unit(**claim):
         return claims.unit(parse({"claim": [{"text": "so", "expect": ["a", "b"], **claim}]}).claim[0])
@@ -201,10 +181,6 @@ def test_a_claim_that_cannot_be_looked_at_is_refused_in_one_line(claim, message)
 def test_a_file_without_claims_is_for_compare():
     with pytest.raises(BadInput, match="lamina compare"):
         claims.check(parse({}))
-
-
-def test_claims_are_no_part_of_a_run():
-    assert "claim" not in load(next(iter(PAPERS.values()))).model_dump()
 
 
 def test_the_papers_own_numbers_support_their_claims():

@@ -12,22 +12,18 @@ import shutil
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
 import lamina
-from comparisons import ROUNDS, RUNS, TOML, assert_same_comparison, command, table
-from helpers import assert_same, call, finish, kill, populations, rows, sets, skip_pictures, start
-from lamina import BadInput
+from comparisons import DATA, OF_TWO_RATES, ROUNDS, RUNS, TOML, assert_same_comparison, command, table
+from helpers import assert_same, call, finish, kill, rows, sets, skip_pictures, start
 from lamina.cli import base
 from lamina.experiment.config import load
 from lamina.experiment.runs.records import find_records, read_record
 from lamina.experiment.trials import compare as comparing
-from lamina.experiment.trials import trials
 from lamina.storage.checkpoint import Checkpoints
-from lamina.storage.locks import Lock
 from lamina.training import progress
 from lamina.training.training import Training
 
@@ -77,26 +73,6 @@ def test_a_comparison_is_a_folder_of_ordinary_runs(here, whole):
     assert [row["accuracy"] for row in rows("again")] == pytest.approx(
         [row["accuracy"] for row in rows("c/tuning/fedavg/lr0.2")], abs=0.01
     )
-
-
-def test_side_by_side_gives_the_results_of_separate_runs(here, monkeypatch):
-    grouped = populations(monkeypatch)
-    every = "run.evaluate_every=5"  # and the last round
-    assert call(*command("stacked", every)) == 0
-    assert [[len(group) for group in groups] for groups in grouped] == [[2], [2], [2]]
-    monkeypatch.setattr(trials, "stackable", lambda runs: [[run] for run in runs])
-    assert call(*command("separate", every)) == 0
-    for name in RUNS:
-        for a, b in zip(rows(Path("stacked", name)), rows(Path("separate", name)), strict=True):
-            assert a == {key: pytest.approx(value, rel=1e-4, abs=1e-6) for key, value in b.items()}
-    assert ["accuracy" in row for row in rows("stacked/fedavg/seed0")] == [
-        r in (5, ROUNDS) for r in range(1, ROUNDS + 1)
-    ]
-
-
-def test_runs_of_the_loop_engine_are_compared_too(here):
-    assert call(*command("c", "run.engine=loop", "train.rounds=2")) == 0
-    assert all(record.config["run"]["engine"] == "loop" for record in find_records(["c"]))
 
 
 @pytest.mark.long
@@ -166,16 +142,6 @@ def test_fewer_methods_and_seeds_leave_one_story_in_the_folder(empty_folder):
     assert len(table("c")) == 2 * 2 * 2
 
 
-def test_a_log_is_about_its_own_run(here):
-    assert call(*command("c", "compare.grid.fedavg.lr=[0.05, 1e30]", "train.rounds=2")) == 0
-    logs = {name: Path("c", name, "log.txt").read_text() for name in RUNS[2:]}
-    logs |= {f"tuning/fedavg/lr{lr}": Path(f"c/tuning/fedavg/lr{lr}/log.txt").read_text() for lr in ("0.05", "1e+30")}
-    for name, text in logs.items():
-        assert f"c/{name}: " in text
-        assert not any(f"c/{other}: " in text for other in logs if other != name)
-        assert ("diverged" in text) == name.endswith("1e+30")
-
-
 def test_another_comparison_is_refused_until_told_to_overwrite(here, whole, capsys):
     whole.rename("c")
     kept = ("fedavg/seed0/metrics.jsonl", "rounds.csv", "tuning.csv", "config.json")
@@ -201,13 +167,6 @@ def test_a_damaged_config_is_refused_in_one_line(here, capsys):
     said = capsys.readouterr().err
     assert "holds other files than" in said
     assert said.count("\n") == 1
-
-
-def test_two_comparisons_never_share_a_folder(here, capsys):
-    lock = Lock(here / "c")
-    assert call(*command("c")) == 2
-    assert f"process {os.getpid()} is writing" in capsys.readouterr().err
-    lock.release()
 
 
 def test_choosing_on_the_test_data_is_said(here, capsys):
@@ -263,18 +222,6 @@ def test_a_member_that_diverges_leaves_the_others_alone(here):
     assert_same("a/tuning/fedavg/lr0.05", "b/tuning/fedavg/lr0.05")
 
 
-def test_a_record_of_a_run_that_is_still_going(here, whole):
-    whole.rename("c")
-    metrics = here / "c" / "fedavg" / "seed0" / "metrics.jsonl"
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:5]) + '{"round": 6, "lo')
-    record = read_record(metrics.parent)
-    assert (len(record.history), record.complete, record.ended) == (5, False, False)
-    with pytest.raises(BadInput, match="no run in"):
-        find_records([here / "c" / "fedavg" / "seed0" / "checkpoints"])
-    with pytest.raises(BadInput, match="no folder"):
-        find_records(["none"])
-
-
 def test_a_comparison_writes_nothing_before_it_runs(here):
     experiment = load("small.toml", ["compare.algorithms=['fedlamb']"])
     comparison = comparing.Comparison(experiment, here / "c")
@@ -300,10 +247,6 @@ def test_live_bars_on_a_terminal(here, monkeypatch):
 
 # --- clients ----------------------------------------------------------------------------------------------------------
 
-X = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
-DATA = X, (X[:, 0] > 0).long()
-OF_TWO_RATES = {"test": DATA, "rounds": 2, "seeds": 1, "lr": [0.1, 0.2], "device": "cpu"}
-
 
 def test_lists_of_clients_give_the_batches_of_a_simulation_whatever_their_order():
     order = torch.randperm(190, generator=torch.Generator().manual_seed(0)).tolist()
@@ -312,15 +255,3 @@ def test_lists_of_clients_give_the_batches_of_a_simulation_whatever_their_order(
     history = lamina.Simulation(module, DATA, "fedavg", test=DATA, **settings).run(2)
     (compared,) = lamina.compare(module, DATA, ["fedavg"], **OF_TWO_RATES | settings).histories["fedavg"]
     assert compared[-1]["loss"] == history[-1]["loss"]
-
-
-@pytest.mark.parametrize("heldout", [[2], 0.3])
-def test_a_client_that_never_trains_is_no_other_one_while_settings_are_chosen(heldout):
-    """A client whose only sample is held out to choose on would change the numbers of all after it."""
-    sites = np.repeat([0, 1, 2, 3], [1, 60, 60, 79])
-    data = lamina.data.Dataset(*DATA, columns={"site": sites})
-    seed = next(seed for seed in range(20) if 0 not in data.holdout(0.2, seed)[0].columns["site"])
-    settings = {"partition": lamina.data.ByColumn("site"), "seed": seed, **OF_TWO_RATES}
-    with pytest.raises(lamina.BadInput, match=r"1 client \(0\) would have no sample .*give heldout_clients as values"):
-        lamina.compare(torch.nn.Linear(4, 2), data, ["fedavg"], heldout_clients=heldout, **settings)
-    lamina.compare(torch.nn.Linear(4, 2), data, ["fedavg"], heldout_clients=["2"], **settings)

@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from comparisons import ROUNDS, RUNS, TOML, assert_same_comparison, command
+from comparisons import GRID, ROUNDS, RUNS, TOML, assert_same_comparison, command
 from helpers import call, populations, rows, skip_pictures
-from lamina.experiment.config import load
 from lamina.experiment.runs.records import find_records, read_record
 from lamina.experiment.trials import compare as comparing
-from lamina.experiment.trials import trials
-from lamina.experiment.trials.settings import folder_name, neighbours, points
+from lamina.experiment.trials.settings import folder_name
 from lamina.report.rates import responses
 from lamina.training.training import Training
 
@@ -28,10 +26,6 @@ def here(empty_folder, monkeypatch):
     Path("small.toml").write_text(TOML)
     skip_pictures(monkeypatch)
     return empty_folder
-
-
-GRID = ("compare.algorithms=['fedlamb']", "compare.seeds=1", "train.rounds=4", "compare.grid.fedlamb.lr=[0.01, 0.1]",
-        "compare.grid.fedlamb.decay=[0.0, 0.01, 0.0]")  # fmt: skip
 
 
 def test_options_are_tried_with_every_rate_side_by_side(here, monkeypatch, capsys):
@@ -241,14 +235,6 @@ def test_stages_can_start_again(here, staged, monkeypatch):
         assert call(*command("c", *STAGES)) == 0  # complete: nothing is trained
 
 
-def test_neighbours_are_at_most_one_step_apart_in_every_key():
-    grid = points({"lr": [1.0, 0.1, 0.01, 10.0], "layers": ["tensor", "module", "block"]})
-    near = [grid[i] for i in neighbours(grid, {"lr": 0.1, "layers": "module"})]
-    values = [{"lr": lr, "layers": layers} for lr in (1.0, 0.1, 0.01) for layers in ("tensor", "module", "block")]
-    assert near == [other for other in values if other != {"lr": 0.1, "layers": "module"}]
-    assert neighbours(points({"lr": [0.1]}), {"lr": 0.1}) == []
-
-
 RATES = [0.001, 0.003, 0.005, 0.01, 0.03, 0.05, 0.1, 0.3, 0.5]
 RESPONSES = {  # accuracies after the rounds of each stage
     # Fed-LAMB in lamb-mnist-mlp-noniid-e3, where 0.01 starts below its neighbours on both sides; its last value is
@@ -338,15 +324,3 @@ def test_folders_of_comparisons_that_did_not_try_neighbours(here, monkeypatch, c
     assert call(*command("right", *STAGED)) == 0  # the same choice: only the neighbour is added
     assert seen == [(0.01, number) for number in range(3, 9)]
     assert tuned("right")[0] == 0.005
-
-
-@pytest.mark.long
-def test_more_runs_than_may_be_open_at_once(here, monkeypatch):
-    assert call(*command("a", *GRID)) == 0
-    monkeypatch.setattr(trials, "MAX_OPEN_RUNS", 3)
-    ended = []
-    comparison = comparing.Comparison(load("small.toml", GRID), here / "b")
-    comparison.on_end = lambda job, record: ended.append(job.folder)
-    assert comparison.run()
-    assert len(ended) == len(set(ended)) == 5
-    assert Path("a/tuning.csv").read_text() == Path("b/tuning.csv").read_text()

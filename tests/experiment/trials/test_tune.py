@@ -36,7 +36,6 @@ from lamina.cli import base
 from lamina.cli import tune as tune_command
 from lamina.experiment.config import load, parse
 from lamina.experiment.runs.folder import RunFolder
-from lamina.experiment.toml import as_toml
 from lamina.experiment.trials import study
 from lamina.experiment.trials import tune as tuning
 from lamina.experiment.trials.settings import Range
@@ -263,13 +262,6 @@ def test_an_interrupted_grid_is_not_finished(here, capsys, monkeypatch):
     assert "stopped after a round; run the same command again" in said_in_one_line(capsys)
     assert {row["remark"] for row in table("t")} == {"not finished"}
     assert call(*tune("grid.toml", out="t")) == 0
-
-
-def test_the_ends_of_a_range_lie_on_its_scale():
-    """Of 0.001 to 1, 0.01 is a third of the way on a logarithmic scale, and 0.8 is 97 % of it."""
-    log, linear = Range(0.001, 1.0, log=True), Range(0.001, 1.0)
-    assert [log.ends(value) for value in (0.0011, 0.01, 0.8)] == [(True, False), (False, False), (False, True)]
-    assert [linear.ends(value) for value in (0.01, 0.8, 0.96)] == [(True, False), (False, False), (False, True)]
 
 
 @pytest.mark.long
@@ -518,9 +510,3 @@ def test_a_folder_of_something_else_is_refused(here, capsys):
     Path("t/letter.txt").write_text("dear")
     assert call(*tune("grid.toml", out="t")) == 2
     assert "other files than those of lamina tune" in capsys.readouterr().err
-
-
-def test_toml_is_read_back():
-    tree = {"a": {"x": 1e-05, "y": [1, "two", True], "z": None, "b.c": {"k": 'q"uote', "n": float("inf")}}}
-    del tree["a"]["z"]
-    assert tomllib.loads(as_toml(tree)) == tree

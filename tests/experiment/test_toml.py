@@ -1,12 +1,13 @@
-"""Experiment files that extend others."""
+"""Experiment files as text: files that extend others, complete copies, and TOML that is read back."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from lamina.base.errors import BadInput
 from lamina.experiment.config import load
-from lamina.experiment.toml import complete_text
+from lamina.experiment.toml import as_toml, complete_text
 
 PAPERS = Path(__file__).parents[2] / "src" / "lamina" / "papers"
 
@@ -121,3 +122,9 @@ def test_a_complete_copy_is_the_same_experiment(file, tmp_path):
     copy = write(tmp_path, complete_text(file))
     assert "extends" not in copy.read_text()
     assert load(copy) == load(file)
+
+
+def test_toml_is_read_back():
+    tree = {"a": {"x": 1e-05, "y": [1, "two", True], "z": None, "b.c": {"k": 'q"uote', "n": float("inf")}}}
+    del tree["a"]["z"]
+    assert tomllib.loads(as_toml(tree)) == tree

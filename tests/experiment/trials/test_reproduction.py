@@ -17,7 +17,7 @@ from lamina.algorithms import find
 from lamina.data.readers import idx, sources
 from lamina.data.readers.files import PublishedFile
 from lamina.experiment.build import build_algorithm
-from lamina.experiment.config import load
+from lamina.experiment.config import load, parse
 from lamina.experiment.toml import complete_text
 from lamina.experiment.trials import claims, reproduction
 from lamina.experiment.trials.compare import with_algorithm
@@ -368,3 +368,23 @@ def test_a_stop_in_the_last_round_of_a_variant_is_not_forgotten(here, capsys, mo
     assert folders == ["as-given"]
     assert call("mine.toml") == 0
     assert len(list((here / "runs" / "mine").iterdir())) > 2
+
+
+@pytest.mark.parametrize("field", ["at", "within"])
+def test_runs_that_are_too_short_for_a_claim_are_told_before_they_begin(field):
+    made = parse({"claim": [{"text": "so", "kind": "order", "expect": ["fedavg", "fedlamb@Z=3"], field: 50}]})
+    short = made.model_copy(update={"train": made.train.model_copy(update={"rounds": 49})})
+    assert reproduction.too_short(made.claim[0], {"": made, "Z=3": made}) == ""
+    note = reproduction.too_short(made.claim[0], {"": made, "Z=3": short})
+    assert note == "no verdict on 'so': it is about round 50, and the runs have 49"
+
+
+def test_in_the_small_version_a_claim_is_about_the_rounds_there_are():
+    def small(rounds=10, **claim):
+        made = parse({"claim": [{"text": "so", "kind": "order", "expect": ["a", "b"], **claim}]}).claim[0]
+        made = reproduction.in_reach(made, rounds)
+        return made.at, made.within
+
+    assert small(at=50) == ("last", None)
+    assert small(at=5, within=8) == (5, 8)
+    assert small(at="last", within=100) == ("last", None)

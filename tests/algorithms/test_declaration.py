@@ -1,0 +1,80 @@
+"""Declarations of algorithms: names, checks, and the values that options accept."""
+
+import pytest
+
+import lamina
+from lamina import BadInput, algorithms
+from lamina.algorithms import declaration
+from lamina.algorithms.declaration import registry
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "words"),
+    [
+        ("fedlamb", "decay_form", "'ratio' or 'l2' or 'decoupled'"),
+        ("fedlamb", "sync", "true or false"),
+        ("fedlamb", "sync_every", "a whole number >= 1"),
+        ("fedlamb", "beta1", "a number >= 0 and <= 1"),
+        ("fedlamb", "m_init", "a number"),
+        ("fedavg", "server_lr", "a number > 0"),
+    ],
+)
+def test_what_an_option_accepts_in_words(name, option, words):
+    assert declaration.allowed(registry()[name], option) == words
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: algorithms.create("fedlamb", beta1=1.5), "beta1 = 1.5 is not a number >= 0 and <= 1"),
+        (lambda: algorithms.create("fedlamb", v_init=-1), "v_init = -1 is not a number >= 0"),
+        (lambda: algorithms.create("fedlamb", v_init=float("nan")), "v_init = nan"),
+        (lambda: algorithms.create("fedlamb", momentum="cary"), "'carry' or 'restart' or 'average'"),
+        (lambda: algorithms.create("fedlamb", sync_every=1.5), "sync_every = 1.5 is not a whole number >= 1"),
+        (lambda: algorithms.create("fedlamb", sync=1), "true or false"),
+        (lambda: algorithms.create("fedavg", server_lr=0), "server_lr = 0 is not a number > 0"),
+        (lambda: algorithms.create("fedavg", server_lr="big"), "server_lr = 'big'"),
+    ],
+)
+def test_values_that_an_option_does_not_accept_are_refused_in_one_line(call, text):
+    with pytest.raises(BadInput, match=text) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_a_name_cannot_be_taken_twice_and_own_checks_are_kept():
+    fedavg = registry()["fedavg"]
+
+    def make(name):
+        @declaration.algorithm(name, title="Own", reference="-", lr=0.1)
+        class Own(fedavg):
+            label: str = declaration.option("x", "a text option")
+
+            def check(self):
+                super().check()
+                if self.label == "bad":
+                    raise BadInput("own check")
+
+        return Own
+
+    with pytest.raises(BadInput, match="an algorithm named 'fedavg' exists already"):
+        make("fedavg")
+    cls = make("own")
+    assert cls(label="y").label == "y"
+    with pytest.raises(BadInput, match="own check"):
+        cls(label="bad")
+    with pytest.raises(BadInput, match="label = 3 is not a text"):
+        cls(label=3)
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_a_check_under_pythons_name_is_refused():
+    """`__post_init__` would replace the check of every option."""
+    with pytest.raises(BadInput, match="the algorithm 'own' has a function __post_init__: call it check"):
+        declaration.algorithm("own", title="Own", lr=0.1)(type("Own", (lamina.FedAvg,), {"__post_init__": print}))
+
+
+def test_numbers_that_torch_cannot_hold_are_refused():
+    with pytest.raises(BadInput, match="decay"):
+        lamina.create("fedavg", decay=2**63)
