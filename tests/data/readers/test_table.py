@@ -297,7 +297,7 @@ def test_a_number_of_400_digits_in_a_table_names_its_row(tmp_path):
     file = tmp_path / "table.csv"
     for huge in (str(10**400), f"-{10**400}"):
         file.write_text("a,b\n1,0\n" + f"{huge},1\n" + "2,0\n3,1\n")
-        problem = "(holds no number in row 2 .*, a number of 1329 bits|holds text)"  # the latter with pandas 2
+        problem = "(holds no number in row 2|holds text)"  # what pandas makes of it depends on its version
         with pytest.raises(BadInput, match=f"column 'a' {problem}"):
             load("table", path=str(file), label="b", test=0.5)
 
