@@ -465,10 +465,10 @@ def test_names_and_factories_give_weights_by_seed():
     first, same, other = (lamina.Simulation("mlp", data, device="cpu", seed=seed) for seed in (0, 0, 1))
     assert torch.equal(first.objective.start, same.objective.start)
     assert not torch.equal(first.objective.start, other.objective.start)
-    made = [
+    starts = [
         lamina.Simulation(two_classes.net, two_classes.DATA, device="cpu", seed=seed).objective.start
         for seed in (0, 0, 1)
     ]
-    assert torch.equal(made[0], made[1])
-    assert not torch.equal(made[0], made[2])
+    assert torch.equal(starts[0], starts[1])
+    assert not torch.equal(starts[0], starts[2])
     assert first.test_data is not None

@@ -42,10 +42,11 @@ def test_the_partitions_of_the_first_seeds_are_shown_once_each(tmp_path):
     assert drawn.axes[1].images[0].get_array().tolist() == [[3, 0], [0, 2], [1, 2]]
 
 
-def test_text_in_place_of_the_numbers_of_a_partition_is_refused(tmp_path):
+@pytest.mark.parametrize("content", [{"class_counts": [[EVIL]]}, {"class_counts": [[1], [2, 3]]}, {}, []])
+def test_a_partition_without_numbers_is_refused_in_one_line(content, tmp_path):
     folder = write_run(tmp_path / "a", [0.5])
-    (folder / "partition.json").write_text(json.dumps({"class_counts": [[EVIL]]}))
-    with pytest.raises(ValueError, match="invalid literal"):
+    (folder / "partition.json").write_text(json.dumps(content))
+    with pytest.raises(BadInput, match=r"partition\.json' does not hold samples by client and class"):
         build.build([tmp_path])
 
 

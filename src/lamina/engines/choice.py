@@ -143,7 +143,7 @@ def _fastest_engine(name: str, precision: Precision, is_random: bool, preference
 def _why_apart(module: nn.Module, cohort: int) -> str:
     """Return why a GPU trains a cohort faster with captured steps than stacked, or an empty string.
 
-    Measured on an H200: docs/explanation/engines.md has the figures.
+    docs/explanation/engines.md has the measurements.
     """
     if cohort > FEW_CLIENTS:
         return ""
@@ -152,7 +152,7 @@ def _why_apart(module: nn.Module, cohort: int) -> str:
         return "cuDNN computes all time steps of a recurrent layer at once"
     size = sum(parameter.numel() for parameter in module.parameters())
     if size >= LARGE and any(isinstance(layer, nn.BatchNorm2d | nn.BatchNorm3d) for layer in trained):
-        return "BatchNorm of large images or networks is slower stacked"
+        return "BatchNorm in a large network is slower stacked"
     return ""
 
 

@@ -95,8 +95,11 @@ def build(folders: Sequence[Path], *, targets: Sequence[float] = (), title: str 
 
 def read_partition(run: Record) -> Dealt:
     """Return how the data of a run were split among its clients."""
-    stored = read_json(run.folder / "partition.json")
-    counts = np.array(stored["class_counts"], np.int64)  # the page shows numbers only, whoever wrote the file
+    path = run.folder / "partition.json"
+    try:
+        counts = np.array(read_json(path)["class_counts"], np.int64)  # numbers only: the page shows them as they are
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise BadInput(f"'{path}' does not hold samples by client and class: delete it, or restore it") from error
     is_example = run.config["data"].get("partition", {}).get("name") == "reallocate"
     every_round = "; split again in every round: this is an example" if is_example else ""
     return f"{describe_data(run)}, seed {run.seed}{every_round}", counts.tolist()

@@ -174,15 +174,15 @@ class Checkpoints:
                 "resume with the version that wrote it, or start again in another folder"
             )
         stored = content["identity"] or {}
-        own = self.identity or stored
+        identity = self.identity or stored
         # a federation's server does not know the data
-        known = {key: value for key, value in stored.items() if key in own or key.startswith("algorithm.")}
-        if differing := differences(known, {key: own[key] for key in known if key in own}):
+        known = {key: value for key, value in stored.items() if key in identity or key.startswith("algorithm.")}
+        if differing := differences(known, {key: identity[key] for key in known if key in identity}):
             raise BadInput(
                 f"the checkpoint of round {number} in '{self.folder}' is of another run: {differing}; use the settings "
                 "it was written with, or another folder"
             )
-        changes = code_changes(stored, own) if stored else ""
+        changes = code_changes(stored, identity) if stored else ""
         if changes and not self._accept_changed_code:
             raise BadInput(
                 f"cannot resume from the checkpoint of round {number} in '{self.folder}': {changes}; {ACCEPT}, or "

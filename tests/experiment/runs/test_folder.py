@@ -21,9 +21,9 @@ from small_run import command
 def test_a_second_process_is_refused_and_told_who_the_first_is(half, capsys):
     lock = Lock(half)
     assert call(*command(half, rounds=6)) == 2
-    said = capsys.readouterr().err
-    assert f"process {os.getpid()} is writing to the folder" in said
-    assert len(said.splitlines()) == 1
+    message = capsys.readouterr().err
+    assert f"process {os.getpid()} is writing to the folder" in message
+    assert len(message.splitlines()) == 1
     lock.release()
     assert call(*command(half, rounds=6)) == 0
 
@@ -66,9 +66,9 @@ def test_a_folder_of_another_format_is_refused(half, capsys):
         kept = {key: value for key, value in config.items() if value is not None}
         (half / "config.json").write_text(json.dumps(kept))
         assert call(*command(half, rounds=6)) == 2
-        said = capsys.readouterr().err
-        assert f"was written by another lamina (format {format_ or 0}" in said
-        assert len(said.splitlines()) == 1
+        message = capsys.readouterr().err
+        assert f"was written by another lamina (format {format_ or 0}" in message
+        assert len(message.splitlines()) == 1
     assert call(*command(half, rounds=6), "--overwrite") == 0
     assert_same("whole", half)
 
@@ -76,12 +76,12 @@ def test_a_folder_of_another_format_is_refused(half, capsys):
 def test_another_config_is_refused_with_the_keys_that_differ(half, capsys):
     before = sorted(path.name for path in half.iterdir())
     assert call(*command(half, "train.lr=0.5", "data.partition.k=3", rounds=6)) == 2
-    said = capsys.readouterr().err
-    assert "train.lr = 0.02 (now 0.5)" in said
-    assert "data.partition.k = 2 (now 3)" in said
-    assert said.count(" (now ") == 2
-    assert "--out" in said
-    assert "--overwrite" in said
+    message = capsys.readouterr().err
+    assert "train.lr = 0.02 (now 0.5)" in message
+    assert "data.partition.k = 2 (now 3)" in message
+    assert message.count(" (now ") == 2
+    assert "--out" in message
+    assert "--overwrite" in message
     assert call(*command(half, rounds=6, algorithm="fedavg")) == 2
     assert 'algorithm.name = "scaffold" (now "fedavg");' in capsys.readouterr().err  # not its options as well
     assert sorted(path.name for path in half.iterdir()) == before
@@ -116,10 +116,10 @@ def test_the_log_tells_a_run_from_its_start(half):
 def test_a_diverged_run_is_not_run_again(here, capsys):
     wild = command("r", "train.schedule={name='milestones', at=[3], gamma=1e30}", algorithm="fedavg")
     assert call(*wild) == 3
-    said, before = capsys.readouterr().err, rows("r")
+    message, before = capsys.readouterr().err, rows("r")
     assert 0 < len(before) < 40
     assert call(*wild) == 3
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == message
     assert rows("r") == before
 
 

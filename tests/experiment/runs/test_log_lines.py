@@ -47,11 +47,11 @@ def test_a_log_has_the_lines_from_before_it_was_opened_and_none_about_other_runs
 
 
 def test_the_level_of_the_logger_is_restored():
-    own = logging.getLogger("lamina")
-    before = own.level, list(own.handlers)
+    lamina_logger = logging.getLogger("lamina")
+    before = lamina_logger.level, list(lamina_logger.handlers)
     with LogLines():
-        assert own.isEnabledFor(logging.INFO)
-    assert (own.level, own.handlers) == before
+        assert lamina_logger.isEnabledFor(logging.INFO)
+    assert (lamina_logger.level, lamina_logger.handlers) == before
 
 
 def test_a_line_break_in_a_message_does_not_start_a_line(runs):

@@ -77,9 +77,9 @@ def test_a_folder_of_another_format_is_not_read_as_if_it_were_ours(half, capsys,
     config = json.loads((half / "config.json").read_text())
     (half / "config.json").write_text(json.dumps({**config, "format": 0}))
     assert call(*reader) == 2
-    said = capsys.readouterr().err
-    assert "was written by another lamina (format 0, this one's is 1)" in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert "was written by another lamina (format 0, this one's is 1)" in message
+    assert message.count("\n") == 1
 
 
 def without(*keys):

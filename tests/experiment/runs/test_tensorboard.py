@@ -110,8 +110,8 @@ def test_a_missing_package_is_one_line_before_any_work(here, monkeypatch, capsys
     monkeypatch.setattr(builtins, "__import__", without)
     for command in ("run", "compare"):
         assert call(command, "small.toml", "--tensorboard") == 2
-        said = capsys.readouterr().err
-        assert said == "error: --tensorboard needs tensorboard: pip install -e '.[tensorboard]'\n"
+        message = capsys.readouterr().err
+        assert message == "error: --tensorboard needs tensorboard: pip install -e '.[tensorboard]'\n"
     assert not Path("runs").exists()
 
 

@@ -228,19 +228,19 @@ def here(empty_folder, monkeypatch):
 def test_reproduce_runs_the_variants_and_gives_a_verdict(here, capsys):
     (here / "mine.toml").write_text(TOML)
     assert call("mine.toml") == 0
-    said = capsys.readouterr().out
-    assert "FedAvg learns at all [in brackets]" in said
-    assert "verdict: holds (1 of 1 pairs)" in said
-    assert "99.5" in said
-    assert "never" in said
-    assert "small version" not in said
+    message = capsys.readouterr().out
+    assert "FedAvg learns at all [in brackets]" in message
+    assert "verdict: holds (1 of 1 pairs)" in message
+    assert "99.5" in message
+    assert "never" in message
+    assert "small version" not in message
     kept = json.loads((here / "runs" / "mine" / "claims.json").read_text())
     assert kept["claims"][0]["verdict"] == "holds"
     assert kept["claims"][0]["paper"]["fedlamb@still"] == "inf"
     assert len((here / "runs/mine/as-given/fedavg/seed0/metrics.jsonl").read_text().splitlines()) == 3
     assert len((here / "runs/mine/still/fedlamb/seed0/metrics.jsonl").read_text().splitlines()) == 1
     assert not (here / "runs/mine/still/fedavg").exists()  # no claim is about it
-    assert "note:" not in said
+    assert "note:" not in message
     assert call("mine.toml", "--quiet") == 0  # nothing is left to do
     assert capsys.readouterr().out == ""
 
@@ -281,10 +281,10 @@ def test_a_small_version_of_a_paper_runs_and_gives_no_verdict(here, monkeypatch,
     for size, value in (("ROUNDS", 2), ("TRAIN", 500), ("TEST", 50)):
         monkeypatch.setattr(reproduction, f"SMALL_{size}", value)
     assert call(name, "--scale", "small", "--set", "model.name=mlp") == 0
-    said = capsys.readouterr().out
-    assert "Adp-Fed is below all other methods" in said
-    assert "no verdict about the paper" in said
-    assert "verdict:" not in said
+    message = capsys.readouterr().out
+    assert "Adp-Fed is below all other methods" in message
+    assert "no verdict about the paper" in message
+    assert "verdict:" not in message
     folder = here / "runs" / f"{name}-small"
     assert "verdict" not in (folder / "claims.json").read_text()
     config = json.loads((folder / "as-given" / "config.json").read_text())
@@ -300,9 +300,9 @@ def test_tuning_rounds_that_a_variant_does_not_reach_are_refused_before_anything
     tuned = TOML.replace("seeds = 1", "seeds = 1\ntuning_rounds = 2").replace("[0.1]", "[0.1, 0.2]")
     (here / "mine.toml").write_text(tuned)
     assert call("mine.toml") == 2
-    said = capsys.readouterr().err
-    assert "compare.tuning_rounds = [2]: must be a number, or a list" in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert "compare.tuning_rounds = [2]: must be a number, or a list" in message
+    assert message.count("\n") == 1
     assert not (here / "runs").exists()
     (here / "mine.toml").write_text(tuned.replace('["train.rounds=1"]', '["train.rounds=2"]'))
     assert call("mine.toml") == 0
@@ -321,11 +321,11 @@ def test_without_data_the_small_version_says_which_files_it_wants(here, monkeypa
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if not installed
     monkeypatch.delenv("LAMINA_DATA", raising=False)
     assert call("lamb-mnist-cnn-iid-e1", "--scale", "small") == 2
-    said = capsys.readouterr().err
-    assert "no files of mnist in" in said
-    assert "train-images-idx3-ubyte.gz" in said
-    assert "from https://" in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert "no files of mnist in" in message
+    assert "train-images-idx3-ubyte.gz" in message
+    assert "from https://" in message
+    assert message.count("\n") == 1
 
 
 def test_a_papers_file_is_copied_to_be_edited(here, capsys):
@@ -341,8 +341,8 @@ def test_a_papers_file_is_copied_to_be_edited(here, capsys):
 
 def test_list_and_wrong_names(here, capsys):
     assert helpers.call("list", "papers") == 0
-    said = capsys.readouterr().out
-    assert all(name in said for name in PAPERS)
+    message = capsys.readouterr().out
+    assert all(name in message for name in PAPERS)
     assert call("lada-table7-cifar1") == 2
     assert "did you mean 'lada-table7-cifar10'" in capsys.readouterr().err
     assert call() == 2
@@ -372,18 +372,18 @@ def test_a_stop_in_the_last_round_of_a_variant_is_not_forgotten(here, capsys, mo
 
 @pytest.mark.parametrize("field", ["at", "within"])
 def test_runs_that_are_too_short_for_a_claim_are_told_before_they_begin(field):
-    made = parse({"claim": [{"text": "so", "kind": "order", "expect": ["fedavg", "fedlamb@Z=3"], field: 50}]})
-    short = made.model_copy(update={"train": made.train.model_copy(update={"rounds": 49})})
-    assert reproduction.too_short(made.claim[0], {"": made, "Z=3": made}) == ""
-    note = reproduction.too_short(made.claim[0], {"": made, "Z=3": short})
+    experiment = parse({"claim": [{"text": "so", "kind": "order", "expect": ["fedavg", "fedlamb@Z=3"], field: 50}]})
+    short = experiment.model_copy(update={"train": experiment.train.model_copy(update={"rounds": 49})})
+    assert reproduction.too_short(experiment.claim[0], {"": experiment, "Z=3": experiment}) == ""
+    note = reproduction.too_short(experiment.claim[0], {"": experiment, "Z=3": short})
     assert note == "no verdict on 'so': it is about round 50, and the runs have 49"
 
 
 def test_in_the_small_version_a_claim_is_about_the_rounds_there_are():
     def small(rounds=10, **claim):
-        made = parse({"claim": [{"text": "so", "kind": "order", "expect": ["a", "b"], **claim}]}).claim[0]
-        made = reproduction.in_reach(made, rounds)
-        return made.at, made.within
+        judged = parse({"claim": [{"text": "so", "kind": "order", "expect": ["a", "b"], **claim}]}).claim[0]
+        judged = reproduction.in_reach(judged, rounds)
+        return judged.at, judged.within
 
     assert small(at=50) == ("last", None)
     assert small(at=5, within=8) == (5, 8)

@@ -24,11 +24,11 @@ from lamina.engines.state import copy_buffers
 from lamina.objective.batch import Inputs
 from lamina.objective.objective import Objective
 
-SLOTS = 4  # more fill a GPU hardly better, and each has its own activations
+SLOTS = 4  # eight are hardly faster, and each needs memory for its activations
 
 
 def why_not_captured(objective: Objective, sample: tuple[Inputs, Tensor]) -> str:
-    """Return why a step of the module cannot be captured, or an empty string; a GPU tries it."""
+    """Return why a step of the module cannot be captured, or an empty string; on a GPU one is captured as a trial."""
     inputs, targets = sample
     parameters = objective.layers.unflatten(objective.start)
     buffers = copy_buffers(objective.buffers)
