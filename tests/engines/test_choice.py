@@ -80,7 +80,7 @@ def test_an_algorithm_that_branches_on_values_runs_in_the_loop(kind, caplog):
     with caplog.at_level("INFO"):
         run = simulation("mlp", kind(), "auto")
     assert form(run) == "loop"
-    assert "running client by client: the algorithm gives other results for several clients" in caplog.text
+    assert "engine loop: the algorithm gives other results for several clients" in caplog.text
     with pytest.raises(
         lamina.BadInput, match="engine='stacked' is not possible here: the algorithm gives other results"
     ):

@@ -155,7 +155,7 @@ class FedLada(LocalAms):
         after, psi = self.next_moments(local, grad)  # l.8-11, above
         adaptive, ratio = self.rescale(psi, local.y, layers)  # psi as it is; FedLADA-LAMB rescales it
         alpha = self.alpha if local.alpha is None else local.alpha  # B22
-        direction = alpha * adaptive + (1 - alpha) * down.g_a  # l.12
+        direction = ema(down.g_a, adaptive, 1 - alpha)  # l.12: alpha * adaptive + (1 - alpha) * g_a
         return after._replace(y=descend(local.y, add_decoupled(direction, local.y, self), lr), ratio=ratio)  # l.12
 
     def rescale(self, psi: Tensor, y: Tensor, layers: Layers) -> tuple[Tensor, Tensor | None]:

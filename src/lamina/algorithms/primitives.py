@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from lamina.algorithms.contract import Number
 from lamina.base.errors import BadInput
@@ -13,13 +15,13 @@ from lamina.base.errors import BadInput
 
 def ema(old: Tensor, new: Tensor, beta: Number) -> Tensor:
     """Return the exponential moving average beta * old + (1 - beta) * new."""
-    return beta * old + (1 - beta) * new
+    return torch.lerp(old, new, 1 - beta)  # one pass over memory instead of three
 
 
 def precondition(m: Tensor, v: Tensor, eps: Number = 0.0) -> Tensor:
     """Return m / (sqrt(v) + eps), and 0 where that would divide by zero."""
-    root = v.sqrt() + eps
-    return torch.where(root == 0, 0.0, m / root)  # a NaN stays a NaN
+    root = v.sqrt() if is_exactly(eps, 0) else v.sqrt() + eps
+    return m / F.threshold(root, 0.0, math.inf)  # several times as fast on a CPU as torch.where; a NaN stays a NaN
 
 
 def next_weight(weight: Tensor | None, beta: Number) -> Tensor | None:

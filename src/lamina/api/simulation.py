@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from lamina.base.errors import BadInput
 from lamina.base.limits import check_count
 from lamina.base.registry import field_values
 from lamina.base.text import html_table, plural
+from lamina.engines.choice import EngineName
 from lamina.engines.devices import Precision, choose_device
 from lamina.engines.stacked.engine import Stacked
 from lamina.models.registry import Factory
@@ -119,7 +120,7 @@ class Simulation(Training):
         heldout_clients: Heldout | None = None,
         local_test: float | None = None,
         device: str | torch.device = "auto",
-        engine: Literal["auto", "stacked", "captured", "loop"] = "auto",
+        engine: EngineName = "auto",
         precision: Precision = "fp32",
         deterministic: bool = False,
         evaluate_every: int = 1,
@@ -134,6 +135,10 @@ class Simulation(Training):
         # the checks that need no data come first: a mistake costs no time
         if not (partition is None or isinstance(partition, str) or callable(getattr(partition, "split", None))):
             raise BadInput(f"partition = {partition!r} is neither a name nor a partition such as Dirichlet(0.3)")
+        if out is not None and not overwrite:
+            from lamina.experiment.runs.records import kept_engine
+
+            engine = kept_engine(Path(out), engine)
         options = RunOptions(
             engine=engine,
             precision=precision,

@@ -106,26 +106,28 @@ def _show_algorithm(kind: type[Algorithm]) -> None:
 
 
 def _show_experiment(file: Path) -> None:
-    """Show how many parameters of an experiment's model are trained, and what a client receives and sends."""
-    from lamina.experiment.build import build_algorithm, build_model, load_data
+    """Show how many parameters are trained, what a client receives and sends, and which engine trains it."""
+    from lamina.experiment.build import build, load_data
     from lamina.experiment.config import load
     from lamina.experiment.trials.compare import with_algorithm
-    from lamina.objective.objective import Objective, buffer_bytes
+    from lamina.objective.objective import buffer_bytes
     from lamina.rounds.ledger import wire_cost
 
     experiment = load(file)
+    names = [experiment.algorithm.name]
     if "compare" in experiment.model_fields_set:
         names = experiment.compare.algorithms
-        algorithms = {name: build_algorithm(with_algorithm(experiment, name)) for name in names}
-    else:
-        algorithms = {experiment.algorithm.name: build_algorithm(experiment)}
-    objective = Objective(build_model(experiment, load_data(experiment).train))
+    splits = load_data(experiment)
+    simulations = {name: build(with_algorithm(experiment, name), splits) for name in names}
+    objective = simulations[names[0]].objective
     note = objective.frozen_note() or f"trains and sends all of its {objective.layers.size:,} parameters"
     echo(f"{experiment.model.name} {note}")
     size, statistics = objective.layers.size * objective.dtype.itemsize, buffer_bytes(objective.buffers)
     rows = []
-    for name, algorithm in algorithms.items():
-        cost = wire_cost(algorithm)
+    for name, simulation in simulations.items():
+        cost = wire_cost(simulation.algorithm)
         sent = [f"{(models * size + statistics) / 1e3:,.1f} kB" for models in (cost.down, cost.up)]
-        rows.append([name, *sent, f"{cost.client_state * size / 1e3:,.1f} kB"])
-    out.print(table(("algorithm", "down", "up", "keeps"), rows, caption="per active client and round"))
+        rows.append([name, *sent, f"{cost.client_state * size / 1e3:,.1f} kB", simulation.engine.name])
+    out.print(table(("algorithm", "down", "up", "keeps", "engine"), rows, caption="per active client and round"))
+    for name, why in dict.fromkeys((one.engine.name, one.engine.why) for one in simulations.values()):
+        echo(f"engine {name} on {simulation.device}: {why}")

@@ -31,6 +31,7 @@ def run(
     from lamina.experiment.runs import run as running
     from lamina.experiment.runs.folder import RunFolder
     from lamina.experiment.runs.log_lines import LogLines
+    from lamina.experiment.runs.records import kept_engine
     from lamina.experiment.runs.tensorboard import TensorBoard
     from lamina.training.progress import IntervalLines
 
@@ -42,6 +43,8 @@ def run(
     events = TensorBoard(path) if tensorboard and ranks.rank == 0 else None  # names a missing package at once
     with contextlib.ExitStack() as opened:
         lines = opened.enter_context(LogLines())
+        if not overwrite:
+            experiment = experiment.changed(run={"engine": kept_engine(path, experiment.run.engine)})
         simulation = build(experiment)  # before the folder is opened: a wrong name is reported first
         config = resolved(experiment, simulation)
         folder = running.open_folder(path, config, overwrite=overwrite, lines=lines, tensorboard=events)

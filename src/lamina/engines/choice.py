@@ -6,9 +6,9 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm
 from lamina.base.errors import BadInput, unknown
@@ -16,6 +16,8 @@ from lamina.base.registry import field_values
 from lamina.data.dataset import Dataset
 from lamina.engines.devices import Precision
 from lamina.engines.loop import Loop
+from lamina.engines.preference import why_apart
+from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.apart import why_not_captured
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.forward import CapturedForward, choose_forward
@@ -30,14 +32,15 @@ UNCONTROLLED = (
     "the module's forward draws random numbers itself (torch.rand, an LSTM's dropout, dropout in evaluation, in "
     "activation checkpointing or in torch.func): use nn.Dropout or F.dropout(…, training=self.training) elsewhere"
 )
-ENGINES = ("auto", "stacked", "captured", "loop")
-FEW_CLIENTS = 32  # of a round: with more, every model that can be stacked is faster stacked
-LARGE = 1_000_000  # parameters of a network with BatchNorm: with fewer, it is faster stacked
+EngineName = Literal["auto", "stacked", "captured", "loop"]
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 Engine = Loop | Stacked
 log = logging.getLogger(__name__)
 
 
-def choose_engine(name: str, precision: Precision, *, is_random: bool, cohort: int, **settings: Any) -> Engine:
+def choose_engine(
+    name: str, precision: Precision, *, is_random: bool, cohort: int, batch: int, **settings: Any
+) -> Engine:
     """Return the engine to run on.
 
     Args:
@@ -45,21 +48,22 @@ def choose_engine(name: str, precision: Precision, *, is_random: bool, cohort: i
         precision: the model's arithmetic.
         is_random: whether the module draws random numbers itself: `torch.rand`, or dropout in evaluation mode.
         cohort: how many clients train in a round.
+        batch: samples of a local step.
         settings: the fields that `Loop` and `Stacked` share.
     """
     if name not in ENGINES:
         raise unknown("engine", name, ENGINES)
-    preference = ""  # why clients are trained apart even if they could be stacked
-    if name == "auto" and settings["objective"].device.type == "cuda":
-        preference = _why_apart(settings["objective"].module, cohort)
-    words = (name, precision, preference)
+    words = (name, precision, cohort, batch)
     recent = _recent_engines(words, settings["data"])
     lent = (_lent_engine(similar, **settings) for similar in recent)
     engine = next((one for one in lent if one is not None), None)
     if engine is None:
-        engine = _fastest_engine(name, precision, is_random, preference, **settings)
+        engine = _fastest_engine(name, precision, is_random, cohort, batch, **settings)
         _recent.append((words, weakref.ref(engine)))
     settings["objective"].autocasts = precision == "bf16"
+    if settings["objective"].device.type == "cpu":
+        keep_freed_memory()
+    log.info("engine %s: %s", engine.name, engine.why)
     return engine
 
 
@@ -95,7 +99,7 @@ def _lent_engine(lender: Engine, **settings: Any) -> Engine | None:
     ):
         return None
     forward = CapturedForward(objective, lender.forward.precision) if is_captured else lender.forward
-    return Stacked(forward=forward, **settings)
+    return Stacked(forward=forward, **settings, why=lender.why)
 
 
 def _why_client_by_client(algorithm: Algorithm, objective: Objective) -> str:
@@ -114,46 +118,37 @@ def _why_one_order(algorithm: Algorithm, objective: Objective) -> str:
     return "the algorithm treats coordinates by number, and convolution kernels have another order on a GPU"
 
 
-def _fastest_engine(name: str, precision: Precision, is_random: bool, preference: str, **settings: Any) -> Engine:
+def _fastest_engine(
+    name: str, precision: Precision, is_random: bool, cohort: int, batch: int, **settings: Any
+) -> Engine:
     if name == "loop":
-        return Loop(**settings)
+        return _loop("engine='loop' was asked for", **settings)
     algorithm, objective = settings["algorithm"], settings["objective"]
     why = UNCONTROLLED if is_random else _why_client_by_client(algorithm, objective)
     if not why:
-        sample, why = _probe_batch(settings["data"], objective), preference
+        sample = _probe_batch(settings["data"], objective)
+        is_shared = Ranks.current().world > 1 and objective.device.type == "cpu"  # by torchrun, which the loop is not
+        why = why_apart(objective, cohort, batch, sample[0]) if name == "auto" and not is_shared else ""
         if name != "captured" and not why:
             forward, why = choose_forward(objective, sample, precision)
             why = why or _why_one_order(algorithm, objective)
             if forward is not None and not why:
-                if objective.device.type == "cpu":
-                    keep_freed_memory()
                 return Stacked(forward=forward, **settings)
         if name == "captured" or (name == "auto" and objective.device.type == "cuda"):
             reason = why_not_captured(objective, sample)
             if not reason:
-                log.info("training clients apart, with captured steps: %s", why or "engine='captured' was asked for")
-                return Stacked(forward=CapturedForward(objective, precision), **settings)
+                why = why or "engine='captured' was asked for"
+                return Stacked(forward=CapturedForward(objective, precision), **settings, why=why)
             why = "; ".join(filter(None, [why, reason]))
     if name != "auto":
         raise BadInput(f"engine='{name}' is not possible here: {why}; engine='auto' falls back by itself")
-    log.info("running client by client: %s", why)
+    return _loop(why, **settings)
+
+
+def _loop(why: str, **settings: Any) -> Loop:
+    if Ranks.current().world > 1:
+        raise BadInput(f"torchrun shares the clients of the stacked and the captured engine, not of the loop: {why}")
     return Loop(**settings, why=why)
-
-
-def _why_apart(module: nn.Module, cohort: int) -> str:
-    """Return why a GPU trains a cohort faster with captured steps than stacked, or an empty string.
-
-    docs/explanation/engines.md has the measurements.
-    """
-    if cohort > FEW_CLIENTS:
-        return ""
-    trained = [m for m in module.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
-    if any(isinstance(layer, nn.RNNBase) for layer in trained):
-        return "cuDNN computes all time steps of a recurrent layer at once"
-    size = sum(parameter.numel() for parameter in module.parameters())
-    if size >= LARGE and any(isinstance(layer, nn.BatchNorm2d | nn.BatchNorm3d) for layer in trained):
-        return "BatchNorm in a large network is slower stacked"
-    return ""
 
 
 def _probe_batch(data: Dataset, objective: Objective) -> tuple[Inputs, Tensor]:

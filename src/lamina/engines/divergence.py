@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -89,4 +90,9 @@ def went_nonfinite(what: str, layer: str, round: int, lr: float, client: int | N
 
 def all_finite(*values: Tensor | None) -> bool:
     """Return whether no value is NaN or infinite."""
-    return all(bool(torch.isfinite(value).all()) for value in values if value is not None)
+    return all(_is_finite(value) for value in values if value is not None)
+
+
+def _is_finite(values: Tensor) -> bool:
+    # A sum is finite only if all its terms are; the other way round it may overflow.
+    return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())

@@ -64,7 +64,7 @@ class Loop:
     protocol: TrainSettings
     record_trust_ratios: bool = False
     name: ClassVar[str] = "loop"
-    why: str = "engine='loop' was asked for"  # the reason for this engine, which messages quote
+    why: str = "it is the reference"  # the reason for this engine, which messages quote
 
     def run_round(self, state: State, plan: RoundPlan) -> tuple[State, RoundReport]:
         """Run one round: broadcast, local training of every active client, mean, server update."""

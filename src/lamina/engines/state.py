@@ -89,8 +89,11 @@ class RoundSums:
     ) -> None:
         """Add the upload and the figures of the c-th active client, with its weight."""
         weight = self.weights[c]
-        gap = up.delta.double() - (0.0 if self.up is None else self.up.delta.double() / self.weight)
-        self.add_spread(weight, 0.0, 0.0 if self.up is None else float(torch.dot(gap, gap)))
+        gap = 0.0
+        if self.up is not None:
+            from_mean = torch.sub(up.delta, self.up.delta, alpha=1 / self.weight)
+            gap = float(torch.linalg.vector_norm(from_mean, dtype=torch.float64)) ** 2
+        self.add_spread(weight, 0.0, gap)
         self.keep(c, up, buffers)  # a robust aggregation weights by itself; the mean needs only the sums
         if by_examples:  # `algorithm.state_changes` add up over all clients (SCAFFOLD's c): each counts the same
             up = undo_weighting(algorithm, up, weight * len(self.weights))

@@ -24,6 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from lamina.base.errors import BadInput, is_whole, nearest, short_repr
 from lamina.base.limits import LEAST_SEED, MOST, MOST_BATCH, MOST_SEED, MOST_SEEDS, MOST_THREADS
+from lamina.engines.choice import EngineName
 from lamina.experiment.objects import Objects
 from lamina.experiment.sections import Data, Fraction, Named, default_name
 from lamina.experiment.toml import read_tree, set_keys
@@ -108,7 +109,7 @@ class Run(_Section):
     """The `[run]` section: where and how training runs, and what is recorded."""
 
     device: str = "auto"
-    engine: Literal["auto", "stacked", "captured", "loop"] = "auto"
+    engine: EngineName = "auto"
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     deterministic: bool = False  # on a GPU: the same bits in every run on the same machine
     threads: Annotated[int, Field(ge=1, le=MOST_THREADS)] | None = None  # None: chosen from the size of the model

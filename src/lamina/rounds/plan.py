@@ -75,6 +75,12 @@ class Plan:
     clients: Clients
     protocol: TrainSettings
 
+    @property
+    def largest_batch(self) -> int:
+        """The most samples that a local step has."""
+        largest = int(self.clients.parts.sizes.max(initial=1))
+        return min(self.protocol.batch_size or largest, largest)
+
     def cohort(self, round: int) -> Indices:
         """Return the active clients: exactly max(1, round(C N)) of them, or each with an independent probability.
 

@@ -12,10 +12,9 @@ from lamina.base.errors import BadInput, Diverged
 from lamina.base.limits import check_count
 from lamina.data.dataset import Dataset
 from lamina.engines.devices import arithmetic
-from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.independence import work_together
-from lamina.engines.stacked.rows import Member
+from lamina.engines.stacked.rows import Member, Outcome
 from lamina.engines.state import RoundReport
 from lamina.objective.fingerprint import alike, same_tensors
 from lamina.rounds.plan import RoundPlan
@@ -51,8 +50,6 @@ class Population:
                 raise BadInput(
                     f"simulation {i} has out=, and a population writes no folders: use lamina.tune, or no out="
                 )
-            if isinstance(simulation.engine, Loop):
-                raise BadInput(f"simulation {i} cannot be stacked, it runs client by client: {simulation.engine.why}")
             problem = mismatch(self.simulations[0], simulation)
             if problem:
                 raise BadInput(f"simulations 0 and {i} cannot be stacked: {problem}")
@@ -71,7 +68,6 @@ class Population:
     def run_round(self, *, evaluate: bool = False) -> dict[int, Row]:
         """Train one round of all members that have not diverged; return the finished members' rows."""
         engine = self.simulations[0].engine
-        assert isinstance(engine, Stacked)
         rows: dict[int, Row] = {}
         active = [i for i in range(len(self.simulations)) if i not in self.diverged]
         if not active:
@@ -94,7 +90,10 @@ class Population:
 
         first = self.simulations[0]
         with arithmetic(first.precision, first.deterministic):
-            outcomes = engine.run_members(members, plan_ahead)
+            if isinstance(engine, Stacked):
+                outcomes = engine.run_members(members, plan_ahead)
+            else:
+                outcomes = [_run_alone(simulation, member) for simulation, member in zip(chosen, members, strict=True)]
         seconds = (time.perf_counter() - started) / len(active)
         finished: list[tuple[int, Member, RoundReport]] = []
         for i, member, outcome in zip(active, members, outcomes, strict=True):
@@ -115,10 +114,18 @@ class Population:
         return rows
 
 
+def _run_alone(simulation: Training, member: Member) -> Outcome:
+    """Run the round of one member, client by client."""
+    try:
+        return simulation.engine.run_round(member.state, member.plan)
+    except Diverged as error:
+        return error
+
+
 def mismatch(first: Training, other: Training) -> str:
     """Return why two simulations cannot be stacked, or an empty string."""
-    if not isinstance(first.engine, Stacked) or not isinstance(other.engine, Stacked):
-        return "a member does not run on the stacked engine"
+    if first.engine.name != other.engine.name:
+        return f"they run on different engines ({first.engine.name} and {other.engine.name})"
     if type(other.algorithm) is not type(first.algorithm):
         return "they run different algorithms"
     has_other_numbers = False
@@ -133,7 +140,8 @@ def mismatch(first: Training, other: Training) -> str:
         number = first.state.round + 1
         if first.algorithm.needs(number) != other.algorithm.needs(number):
             return "their algorithms' options give them different needs"
-        if len(first.engine.parts) != len(other.engine.parts):
+        parts = [one.engine.parts for one in (first, other) if isinstance(one.engine, Stacked)]
+        if parts and len(parts[0]) != len(parts[1]):
             return "their algorithms' options let only one of them step layer by layer"
         if not work_together(first.algorithm, other.algorithm):
             return "their algorithm does not compute with an option that is a tensor (a branch on the option?)"

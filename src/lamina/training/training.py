@@ -136,6 +136,7 @@ class Training:
                 self.precision,
                 is_random=dry_run.is_random,
                 cohort=max(1, round(protocol.participation * self.plan.clients.count)),
+                batch=self.plan.largest_batch,
                 algorithm=algorithm,
                 objective=self.objective,
                 data=self.train_data,

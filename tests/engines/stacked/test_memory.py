@@ -154,7 +154,7 @@ def test_the_memory_of_a_row_is_measured(layer):
 def test_a_large_model_on_a_cpu_has_a_chunk_for_itself():
     data = (torch.randn(48, 8), torch.arange(48) % 3)
     for net, rows in ((nn.Linear(8, 40_000), 1), (nn.Linear(8, 100), 4660)):
-        run = lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu")
+        run = lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu", engine="stacked")
         problem = StackedObjective(run.objective, run.train_data, run.engine.forward)
         chunks = memory.Memory(torch.device("cpu")).cut(list(range(5000)), problem, batch=8, graphs=1)
         assert len(chunks[0]) == rows  # 16 MB / (900 parameters x 4 bytes)

@@ -267,9 +267,7 @@ def test_one_line_says_why_the_loop_is_taken(model, data, reason, caplog):
     with caplog.at_level("INFO", logger="lamina"):
         simulation(model.double(), data)
     (line,) = [r.getMessage() for r in caplog.records if r.name.startswith("lamina")]
-    assert re.fullmatch(
-        f"running client by client: the model or the loss {reason}, so clients cannot share a batch", line
-    )
+    assert re.fullmatch(f"engine loop: the model or the loss {reason}, so clients cannot share a batch", line)
     with pytest.raises(lamina.BadInput, match=reason):
         simulation(model.double(), data, "stacked")
 

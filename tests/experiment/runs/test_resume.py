@@ -1,6 +1,7 @@
 """A run that is killed, at any moment, ends as if nothing had happened."""
 
 import errno
+import json
 import os
 import random
 import shutil
@@ -48,6 +49,20 @@ def test_killed_at_random_moments(here, algorithm, engine):
     assert 0 < len(rows_so_far(here / "b")) < 40
     assert finish(disturbed) == 0
     assert_same("a", "b")
+
+
+def test_a_resumed_run_keeps_the_engine_that_was_chosen_for_it(here, monkeypatch):
+    def run(out, rounds):
+        return call("run", "demo.toml", "--out", out, "--set", f"train.rounds={rounds}")
+
+    (here / "demo.toml").write_text('model = { name = "mlp", hidden = 4 }\ndata = { clients = 3 }\n')
+    assert run("a", 4) == run("b", 2) == 0
+    monkeypatch.setattr("lamina.engines.choice.why_apart", lambda *_: "a later version has another rule")
+    assert run("b", 4) == 0
+    assert_same("a", "b")
+    assert json.loads((here / "b" / "config.json").read_text())["run"]["engine"] == "stacked"
+    assert run("c", 1) == 0
+    assert json.loads((here / "c" / "config.json").read_text())["run"]["engine"] == "loop"
 
 
 def rows_so_far(path):

@@ -358,7 +358,8 @@ def captured(work: Callable[[], None], pool: Any, stream: Any) -> Callable[[], N
     is_collecting, current, too_large = gc.isenabled(), torch.cuda.current_stream(), None
     gc.disable()  # a graph destroyed by the collector while another is captured would break that one
     try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        # "thread_local": another thread may be compiling and trying kernels meanwhile
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             try:
                 work()
             except torch.cuda.OutOfMemoryError as error:  # raised once the capture has ended, which may also fail

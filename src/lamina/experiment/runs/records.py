@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 from lamina import algorithms
 from lamina.base.atomic import PARTIAL, sync_folder
 from lamina.base.errors import BadInput
+from lamina.engines.choice import ENGINES, EngineName
 from lamina.experiment.runs.metrics_file import MetricsFile, open_to_read
 from lamina.experiment.toml import leaves
 from lamina.storage import identity
@@ -146,6 +148,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     refuse_format(folder, config, "read it with that one")
     check_config(folder, config)
     return config
+
+
+def kept_engine(folder: Path, engine: EngineName) -> EngineName:
+    """Return the engine of the run that a folder holds, if the engine is to be chosen: a resumed run keeps it."""
+    if engine == "auto" and (folder / "metrics.jsonl").exists():
+        with contextlib.suppress(BadInput, OSError, KeyError, TypeError):
+            stored = read_json(folder / "config.json")["run"]["engine"]
+            return stored if stored in ENGINES else engine
+    return engine
 
 
 def check_config(folder: Path, config: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lamina.base.errors import BadInput, Diverged
+from lamina.base.errors import Diverged
 from lamina.data.partitions import label_counts
 from lamina.engines.devices import choose_device
 from lamina.engines.ranks import Ranks
@@ -82,10 +82,8 @@ def join_ranks(experiment: Experiment) -> tuple[Experiment, Ranks]:
     choose_device(device)  # refuses one that cannot be used; only now, so that no process touches another's GPU
     if on_gpu:
         torch.cuda.set_device(device)
-    if experiment.run.engine == "loop":
-        raise BadInput("torchrun shares the cohort of the stacked engine: run.engine = 'loop' runs in one process only")
     torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
-    return experiment.changed(run={"device": device, "engine": "stacked"}), Ranks.current()
+    return experiment.changed(run={"device": device}), Ranks.current()
 
 
 def open_folder(path: Path, config: Mapping[str, Any], **options: Any) -> RunFolder | RankFolder:

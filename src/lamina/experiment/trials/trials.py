@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 from lamina.base.errors import BadInput, Diverged
 from lamina.data.dataset import Splits
+from lamina.engines.stacked.engine import Stacked
 from lamina.experiment.build import build, hold_out, load_data, resolved
 from lamina.experiment.config import Compare, Experiment, Tune
 from lamina.experiment.runs.folder import RunFolder
 from lamina.experiment.runs.log_lines import LogLines
-from lamina.experiment.runs.records import REPLACED, Record, check_folder, read_record
+from lamina.experiment.runs.records import REPLACED, Record, check_folder, kept_engine, read_record
 from lamina.experiment.runs.run import restore, resume_histories, train
 from lamina.experiment.runs.tensorboard import TensorBoard
 from lamina.experiment.trials.settings import Settings, written
@@ -223,7 +224,8 @@ class Trials:
                 left: list[_Open] = []
                 for job in jobs[first : first + MAX_OPEN_RUNS]:
                     lines.about = job.folder  # whatever is logged while it is built
-                    simulation = build(job.experiment, self._splits_of(job.experiment))
+                    engine = kept_engine(job.folder, job.experiment.run.engine)
+                    simulation = build(job.experiment.changed(run={"engine": engine}), self._splits_of(job.experiment))
                     events = TensorBoard(job.folder) if self._tensorboard else None
                     config = resolved(job.experiment, simulation)
                     folder = stack.enter_context(RunFolder(job.folder, config, lines=lines, tensorboard=events))
@@ -295,10 +297,10 @@ def refuse_all_diverged(trials: Iterable[Trial], rule: Callable[[Iterable[object
 
 
 def stackable(runs: list[_Open]) -> list[list[_Open]]:
-    """Return runs in groups that can train as one population; a run that cannot be stacked is a group of its own."""
+    """Return runs in groups that train as one population; a run that is not stacked is a group of its own."""
     groups: list[list[_Open]] = []
     for run in runs:
-        for group in groups:
+        for group in groups if isinstance(run.simulation.engine, Stacked) else ():
             first = group[0]
             if _settings(first.job) == _settings(run.job) and not mismatch(first.simulation, run.simulation):
                 group.append(run)

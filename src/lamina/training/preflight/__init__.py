@@ -82,8 +82,7 @@ def check_run(
     chosen: Sequence[Metric] | None,
 ) -> DryRun:  # fmt: skip
     """Refuse a simulated run whose parts do not go together; return the dry run of its training data."""
-    largest = int(plan.clients.parts.sizes.max(initial=1))
-    run = check_training(objective, train, min(plan.protocol.batch_size or largest, largest))
+    run = check_training(objective, train, plan.largest_batch)
     model.check_lone_samples(objective, train, plan)
     if test is None:
         metrics.check_metrics(run, chosen or ())

@@ -73,9 +73,9 @@ def _zero_gradients(objective: Objective, data: Dataset) -> dict[str, Tensor]:
 
 def _gradient(objective: Objective, data: Dataset, point: int) -> dict[str, Tensor]:
     """Return the absolute gradient of a few samples by name, with other weights at every point."""
-    generator = torch.Generator().manual_seed(point)
-    noise = torch.randn((2, objective.layers.size), generator=generator, dtype=torch.float64).to(objective.start)
-    x = objective.start * (1 + 0.1 * noise[0]) + 0.01 * noise[1]  # a bias may start at zero
+    generator = torch.Generator(objective.device).manual_seed(point)
+    noise = torch.randn(objective.layers.size, generator=generator, dtype=torch.float32, device=objective.device)
+    x = objective.start + (0.1 * objective.start.abs() + 0.01) * noise  # a bias may start at zero
     index = torch.linspace(0, len(data) - 1, SAMPLES, device=x.device).long()
     targets = data.y[index].to(objective.dtype) if data.y.is_floating_point() else data.y[index]
     buffers = {name: buffer.clone() for name, buffer in objective.buffers.items()}

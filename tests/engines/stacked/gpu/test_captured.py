@@ -111,7 +111,7 @@ def test_what_cannot_be_captured_runs_in_the_loop_and_the_gpu_goes_on(caplog):
     with caplog.at_level("INFO", logger="lamina"):
         run = simulation(Reading())
     assert run.engine.name == "loop"
-    assert "running client by client" in caplog.text
+    assert "engine loop: " in caplog.text
     run.run(1)
     with pytest.raises(lamina.BadInput, match=r"engine='captured' is not possible here: "):
         simulation(Reading(), engine="captured")

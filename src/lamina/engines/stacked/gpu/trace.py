@@ -181,7 +181,11 @@ class Trace(WatchingMode):
                     code = f"tl.{function}({code}, {term(limit)}, propagate_nan=tl.PropagateNan.ALL)"
             return code, operands
         if base == "lerp":
-            return f"({terms[0]} + {terms[2]} * ({terms[1]} - {terms[0]}))", operands
+            start, end, weight = terms  # from the nearer end, as torch does
+            near = f"{start} + {weight} * ({end} - {start})", f"{end} - (1.0 - {weight}) * ({end} - {start})"
+            return f"tl.where({weight} < 0.5, {near[0]}, {near[1]})", operands
+        if base == "threshold":
+            return f"tl.where({terms[0]} <= {terms[1]}, {terms[2]}, {terms[0]})", operands
         if base == "_to_copy":
             return f"({terms[0]}).to(tl.float32)", operands
         if base in ("zeros_like", "ones_like", "full_like"):
