@@ -94,7 +94,7 @@ def test_float32_rounding_is_no_reason_to_fall_back():
 
 
 class Sneaky(nn.Module):
-    """A layer's weight used directly: stacks without complaint, but wrongly; the probe must notice."""
+    """A layer's weight used directly, and a mean over all samples."""
 
     def __init__(self):
         super().__init__()
