@@ -165,7 +165,7 @@ class TimeFirst(nn.Module):
 
     def forward(self, tokens):
         x = self.words(tokens).permute(1, 0, 2)
-        mask = nn.Transformer.generate_square_subsequent_mask(len(x), dtype=x.dtype)
+        mask = nn.Transformer.generate_square_subsequent_mask(len(x), device=x.device, dtype=x.dtype)
         return self.head(self.encoder(x + self.pe[: x.size(0)] + self.place, mask)[-1])
 
 
@@ -345,11 +345,10 @@ class Grid(nn.Module):
         return self.head(torch.tanh(x.mean(1) @ self.embed.weight.t() @ self.embed.weight))
 
 
-def weight_normed():
-    first = parametrizations.weight_norm(nn.Linear(6, WIDTH))
-    with torch.random.fork_rng():
-        second = parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH), orthogonal_map="cayley")
-    return nn.Sequential(first, nn.Tanh(), second, nn.Linear(WIDTH, CLASSES))
+def computed(parametrization, **options):
+    """A layer whose weight is computed from other parameters."""
+    layer = parametrization(nn.Linear(6, WIDTH), **options)
+    return nn.Sequential(layer, nn.Tanh(), nn.Linear(WIDTH, CLASSES))
 
 
 class Packed(nn.Module):
@@ -396,7 +395,8 @@ STACKED = {
     "learned first state": (FirstState, WORDS_OF_SAMPLES),
     "experts": (Experts, ROWS),
     "coordinates": (Grid, WORDS_OF_SAMPLES),
-    "weight norm": (weight_normed, ROWS),
+    "weight norm": (lambda: computed(parametrizations.weight_norm), ROWS),
+    "orthogonal weights": (lambda: computed(parametrizations.orthogonal, orthogonal_map="cayley"), ROWS),
 }
 IN_THE_LOOP = {"packed": (Packed, WORDS_OF_SAMPLES), "DropPath": (DropPath, ROWS)}
 

@@ -6,6 +6,7 @@ from torch import nn
 
 import lamina
 from lamina.engines.stacked.layers.modules import PlainMaxPool2d, stack
+from lamina.engines.stacked.layers.per_client import PerClient, Samples
 from stacked_layers import Scaled, assert_as_in_the_loop, chain, data
 
 TENSORS = {
@@ -48,6 +49,24 @@ def test_the_kernel_of_a_norm_gets_no_residual_of_another_shape():
     layer.kernel = lambda *inputs: "the kernel's result"
     assert torch.func.functional_call(layer, parameters, (x, x)) == "the kernel's result"
     assert torch.equal(torch.func.functional_call(layer, parameters, (x, x.mean((2, 3), keepdim=True))), expected)
+
+
+def test_values_without_samples_do_not_reach_kernels():
+    def refuse(*inputs, **options):
+        raise AssertionError("a kernel does not see all clients of such a value")
+
+    norm, pool, flatten = layers = stack(nn.Sequential(nn.GroupNorm(2, 4), nn.MaxPool2d(2), nn.Flatten()))
+    for layer in layers:
+        layer.kernel = refuse
+    rows = torch.randn(2, 1, 4, 4, 4)
+    value = PerClient.of(rows, Samples())
+    assert torch.equal(pool(value).rows, nn.functional.max_pool2d(rows.flatten(0, 1), 2).unsqueeze(1))
+    assert torch.equal(flatten(value).rows, rows.flatten(2))
+    x, parameters = torch.randn(1, 4, 4, 4), {"weight": torch.ones(2, 4), "bias": torch.zeros(2, 4)}
+    norm.samples = value.samples
+    with value.samples.of_pass(2, 1, train=True):
+        out = torch.func.functional_call(norm, parameters, (x.repeat(2, 1, 1, 1), value))
+    torch.testing.assert_close(out, nn.functional.group_norm(x, 2) + rows.flatten(0, 1))
 
 
 def test_frozen_layers_are_shared_by_all_clients():

@@ -30,7 +30,7 @@ from lamina.engines.stacked.folding import (
 )
 from lamina.engines.stacked.layers.convolution import StackedConvolution, StackedTransposed, kernels_apply
 from lamina.engines.stacked.layers.embedding import PlainEmbedding, StackedEmbedding, StackedEmbeddingBag
-from lamina.engines.stacked.layers.per_client import StackedLayer
+from lamina.engines.stacked.layers.per_client import PerClient, StackedLayer
 from lamina.engines.stacked.layers.recurrent import StackedGRU, StackedLSTM, StackedRNN, VmapLSTMCell
 from lamina.objective.dropout import StreamAttention, StreamDropout
 from lamina.objective.objective import ONE_SAMPLE
@@ -65,7 +65,7 @@ class StackedGroupNorm(StackedLayer, nn.GroupNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None, relu: bool = False, twice: bool = False) -> Any:
         """[C * B, channels, ...], the same shape out. `fuse` gives the other arguments; see `NormOptions`."""
-        is_broadcast = residual is not None and residual.shape != input.shape
+        is_broadcast = residual is not None and (isinstance(residual, PerClient) or residual.shape != input.shape)
         if self.kernel is not None and input.dim() == 4 and not is_broadcast:
             options = NormOptions(self.num_groups, self.eps, relu, twice)
             return self.kernel(input, self.weight, self.bias, options, residual)
@@ -114,7 +114,8 @@ class PlainMaxPool2d(nn.MaxPool2d):
     def forward(self, input: Tensor, relu: bool = False) -> Tensor:
         """[N, channels, H, W] -> [N, channels, H', W'], perhaps with a ReLU (see `fuse`)."""
         height, width = _two(self.kernel_size)
-        if self.kernel is None or input.dim() != 4 or input.shape[2] < height or input.shape[3] < width:
+        is_small = input.dim() != 4 or input.shape[2] < height or input.shape[3] < width
+        if self.kernel is None or is_small or isinstance(input, PerClient):
             out = F.max_pool2d(input, self.kernel_size)
             return F.relu(out) if relu else out
         return self.kernel(input, (height, width), relu)
@@ -127,7 +128,8 @@ class PlainFlatten(nn.Flatten):
 
     def forward(self, input: Tensor) -> Tensor:
         """[N, ...] -> [N, features]."""
-        if self.kernel is None or input.dim() != 4 or (self.start_dim, self.end_dim) != (1, -1):
+        is_plain = input.dim() == 4 and (self.start_dim, self.end_dim) == (1, -1)
+        if self.kernel is None or not is_plain or isinstance(input, PerClient):
             return super().forward(input)
         return self.kernel(input)
 
