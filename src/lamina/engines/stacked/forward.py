@@ -105,7 +105,8 @@ class StackedForward:
         state |= {n: state[n].expand(clients, *state[n].shape) for n in self.frozen_per_client}
         state |= {n: PerClient.of(state[n], self.samples) for n in self.used_directly}
         set_streams(self.dropouts, self.objective.streams_or_zeros(streams, clients))
-        of_pass = self.samples.of_pass(clients, batch, train)
+        dtype = torch.bfloat16 if self.precision == "bf16" else self.objective.dtype
+        of_pass = self.samples.of_pass(clients, batch, dtype, train)
         with of_pass, unread_masks(), self.objective.functional.in_training(train):
             outputs = outputs_of(functional_call(self.module, state, args, kwargs, tie_weights=False))
         if isinstance(outputs, PerClient):

@@ -12,8 +12,6 @@ if not torch.cuda.is_available():
 
 # the solver of orthogonal weights cannot be captured
 CAPTURED = {name: idiom for name, idiom in STACKED.items() if name != "orthogonal weights"}
-    name: idiom for name, idiom in STACKED.items() if name != "orthogonal weights"
-}  # its solver is not captured
 
 
 def run(idiom, engine, algorithm="fedlada", **more):

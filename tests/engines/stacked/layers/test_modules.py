@@ -64,7 +64,7 @@ def test_values_without_samples_do_not_reach_kernels():
     assert torch.equal(flatten(value).rows, rows.flatten(2))
     x, parameters = torch.randn(1, 4, 4, 4), {"weight": torch.ones(2, 4), "bias": torch.zeros(2, 4)}
     norm.samples = value.samples
-    with value.samples.of_pass(2, 1, train=True):
+    with value.samples.of_pass(2, 1, torch.float64, train=True):
         out = torch.func.functional_call(norm, parameters, (x.repeat(2, 1, 1, 1), value))
     torch.testing.assert_close(out, nn.functional.group_norm(x, 2) + rows.flatten(0, 1))
 

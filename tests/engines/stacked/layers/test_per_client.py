@@ -56,6 +56,14 @@ def test_bfloat16_of_own_and_frozen_parameters(monkeypatch):
     assert torch.allclose(exact.state.server.x, rounded.state.server.x, atol=0.05)
 
 
+def test_in_bfloat16_a_repeated_token_has_the_type_of_the_samples():
+    samples = Samples()
+    token = PerClient.of(torch.ones(CLIENTS, 1, 5), samples)
+    with samples.of_pass(CLIENTS, BATCH, torch.bfloat16, train=True):
+        assert token.exp().dtype == torch.float32
+        assert token.expand(CLIENTS * BATCH, -1).dtype == torch.bfloat16
+
+
 CLIENTS, BATCH = 2, 3
 
 
@@ -77,9 +85,9 @@ FUNCTIONS = {
 def test_a_function_of_parameters_and_samples_is_one_per_client(function):
     rows, samples = torch.randn(CLIENTS, 4, 5, dtype=torch.float64, requires_grad=True), Samples()
     x = torch.randn(CLIENTS * BATCH, 4, 5, dtype=torch.float64)
-    with samples.of_pass(1, 31, train=True):
+    with samples.of_pass(1, 31, torch.float64, train=True):
         function(PerClient.of(rows[:1], samples), torch.randn(31, 4, 5, dtype=torch.float64))
-    with samples.of_pass(CLIENTS, BATCH, train=True):
+    with samples.of_pass(CLIENTS, BATCH, torch.float64, train=True):
         together = function(PerClient.of(rows, samples), x)
     apart = torch.cat([function(row, own) for row, own in zip(rows, x.chunk(CLIENTS), strict=True)])
     assert type(together) is torch.Tensor
@@ -98,13 +106,16 @@ def test_a_function_of_parameters_alone_keeps_the_rows():
 
 def test_the_first_pass_finds_the_axis_and_later_ones_repeat_it():
     samples = Samples()
-    with samples.of_pass(1, 31, train=True):
+    with samples.of_pass(1, 31, torch.float64, train=True):
         assert [samples.axis(shape, 1) for shape in ((20, 5), (20, 31), (62, 4), ())] == [None, 1, 0, None]
-    with samples.of_pass(4, 5, train=True):
+    with samples.of_pass(4, 5, torch.float64, train=True):
         assert [samples.axis(shape, 4) for shape in ((20, 5), (20, 20), (40, 4), ())] == [None, 1, 0, None]
         with pytest.raises(CannotStack, match="another number of samples"):
             samples.axis((20, 5), 4)  # a question that the first pass did not ask
-    with samples.of_pass(4, 5, train=True), pytest.raises(CannotStack, match="another number of samples"):
+    with (
+        samples.of_pass(4, 5, torch.float64, train=True),
+        pytest.raises(CannotStack, match="another number of samples"),
+    ):
         [samples.axis(shape, 4) for shape in ((20, 5), (20, 19))]
 
 

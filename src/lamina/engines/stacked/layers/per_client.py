@@ -27,16 +27,16 @@ class Samples:
     """
 
     def __init__(self) -> None:
-        self.clients, self.batch = 1, 1  # of this pass
+        self.clients, self.batch, self.dtype = 1, 1, torch.float32  # of this pass: its size, and its activations' type
         self.in_module = False  # whether the module's own code runs: not a stacked layer's, and not the engine's
         self._answers: dict[bool, list[int | None]] = {}  # by mode
         self._first: list[int | None] | None = None  # the answers of this pass if it is the first
         self._next: Iterator[int | None] = iter(())  # the answers of this pass if it is not
 
     @contextlib.contextmanager
-    def of_pass(self, clients: int, batch: int, train: bool) -> Iterator[None]:
-        """Run a forward pass of so many clients with so many samples each."""
-        self.clients, self.batch, self.in_module = clients, batch, True
+    def of_pass(self, clients: int, batch: int, dtype: torch.dtype, train: bool) -> Iterator[None]:
+        """Run a forward pass of so many clients with so many samples each, whose activations have this type."""
+        self.clients, self.batch, self.dtype, self.in_module = clients, batch, dtype, True
         self._first = None if train in self._answers else []
         self._next = iter(self._answers.get(train, ()))
         try:
@@ -96,7 +96,8 @@ def _by_client(func: Any, args: Any, kwargs: Any) -> Any:
     samples = next(leaf.samples for leaf in leaves if isinstance(leaf, PerClient))
     name = getattr(func, "__name__", "")
     has_samples = name in _RESIZING and _resize(leaves, samples)
-    tensors, axes, dtype = [leaf for leaf in leaves if isinstance(leaf, Tensor)], [], None
+    dtype = samples.dtype if has_samples else None
+    tensors, axes = [leaf for leaf in leaves if isinstance(leaf, Tensor)], []
     for i, tensor in enumerate(tensors):
         axis = 0 if isinstance(tensor, PerClient) else samples.axis(tensor.shape, samples.clients)
         if axis is not None and not isinstance(tensor, PerClient):
