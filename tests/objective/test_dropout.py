@@ -60,7 +60,7 @@ class Twice(nn.Module):
 
 
 class Raw(nn.Module):
-    """A parameter used directly: no stacked form."""
+    """A parameter used directly."""
 
     def __init__(self):
         super().__init__()
@@ -115,16 +115,11 @@ def simulation(kind="dropout", engine="auto", algorithm="fedavg", **more):
 def test_every_engine_draws_the_masks_of_the_loop(kind):
     loop = simulation(kind, "loop")
     loop.run(2)
-    is_stacked = kind not in ("raw", "encoder, time first")
-    assert form(simulation(kind)) == ("stacked" if is_stacked else "loop")
-    engine = "stacked" if is_stacked else "captured"
-    auto, chunked, captured = (simulation(kind, name) for name in (engine, engine, "captured"))
+    assert form(simulation(kind)) == "stacked"
+    auto, chunked, as_on_a_gpu, captured = (simulation(kind, name) for name in (*["stacked"] * 3, "captured"))
     set_chunk(chunked, 2)
-    runs = [auto, chunked, captured]
-    if is_stacked:
-        runs.append(simulation(kind, engine))
-        take_gpu_path(runs[-1])
-    for run in runs:
+    take_gpu_path(as_on_a_gpu)
+    for run in (auto, chunked, as_on_a_gpu, captured):
         run.run(2)
         assert_same(run.state, loop.state, 1e-9)
 
@@ -135,7 +130,7 @@ def test_a_member_of_a_population_draws_the_masks_it_would_draw_alone(kind):
     for run in alone.values():
         run.run(2)
     for seeds in ((3,), (4, 3), (5, 3, 4)):
-        members = [simulation(kind, "captured" if kind == "raw" else "auto", seed=seed) for seed in seeds]
+        members = [simulation(kind, seed=seed) for seed in seeds]
         lamina.Population(members).run(2)
         for seed, member in zip(seeds, members, strict=True):
             assert_same(member.state, alone[seed].state, 1e-9)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from lamina.engines.stacked.folding import SharedInput, at_least_float32, linear, per_client, unfold_clients
+from lamina.engines.stacked.folding import at_least_float32, linear, per_client, unfold_clients
 
 
 def test_clients_are_taken_out_of_the_batch():
@@ -19,13 +19,6 @@ def test_a_parameter_meets_its_own_clients_features(axis):
     for client in range(2):
         expected = parameter[client].unsqueeze(1).expand(3, 3) if axis == 2 else parameter[client].expand(3, 3)
         assert torch.equal(shifted[client, 4], expected)
-
-
-def test_a_result_for_all_samples_is_repeated_for_each():
-    layer = SharedInput()
-    layer.batch = 3
-    x = torch.randn(2, 1, 4)
-    assert torch.equal(layer.repeat_samples(x), x[:, 0].repeat_interleave(3, 0))
 
 
 @pytest.mark.parametrize("clients", [1, 3])

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 import lamina
 from lamina import models
@@ -58,6 +59,28 @@ def test_bfloat16_rounds_frozen_parameters_as_it_rounds_trained_ones(monkeypatch
     assert torch.equal(frozen["norm.bias"], model.norm.bias)
 
 
+class Rotated(nn.Module):
+    """Attention whose queries become float32 in bf16, and its keys do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.register_buffer("angles", torch.linspace(0, 1, 6))
+
+    def forward(self, x):
+        query, key = self.query(x).unsqueeze(1) * self.angles, self.key(x).unsqueeze(1)
+        return self.head(F.scaled_dot_product_attention(query, key, key).squeeze(1))
+
+
+def test_types_that_do_not_match_in_bfloat16_are_found_before_the_run(monkeypatch, caplog):
+    monkeypatch.setattr("lamina.engines.devices.has_bf16_instructions", lambda: True)
+    x, y = data((6,))
+    with caplog.at_level("INFO", logger="lamina"):
+        forms = [form(run(Rotated(), (x.float(), y), "auto", precision=precision)) for precision in ("fp32", "bf16")]
+    assert forms == ["stacked", "loop"]
+    assert "to have the same dtype" in caplog.text
+
+
 def test_only_what_autocast_always_rounds_is_rounded_once():
     class Net(nn.Module):
         def __init__(self):
@@ -94,7 +117,7 @@ def test_float32_rounding_is_no_reason_to_fall_back():
 
 
 class Sneaky(nn.Module):
-    """A layer's weight used directly: stacks without complaint, but wrongly; the probe must notice."""
+    """A layer's weight used directly, and a mean over all samples."""
 
     def __init__(self):
         super().__init__()

@@ -17,7 +17,7 @@ LATE = 40  # the odd things happen from this sample on
 
 
 class Words(nn.Module):
-    """The mean of embedded tokens; with `scaled` there is no stacked form."""
+    """The mean of embedded tokens, perhaps scaled by a parameter of the model's own."""
 
     def __init__(self, scaled=False, **options):
         super().__init__()
@@ -101,8 +101,8 @@ def assert_as_in_the_loop(model, data, expected):
     [
         (lambda: Words(padding_idx=0), "stacked"),
         (lambda: Words(padding_idx=-1, sparse=True), "stacked"),
-        (lambda: Words(scaled=True, padding_idx=0), "loop"),
-        (lambda: Words(scaled=True, sparse=True), "loop"),
+        (lambda: Words(scaled=True, padding_idx=0), "stacked"),
+        (lambda: Words(scaled=True, sparse=True), "stacked"),
         (Lookup, "loop"),
         (lambda: Words(scale_grad_by_freq=True), "loop"),
         (lambda: Words(scaled=True, scale_grad_by_freq=True), "loop"),

@@ -22,16 +22,6 @@ class NormOptions(NamedTuple):
     twice: bool = False  # return the images twice, for two layers whose gradients the norm adds up
 
 
-class SharedInput:
-    """Base of the layers that may get one input for all samples, such as the positions [1, T] of tokens."""
-
-    batch: int = 1  # samples per client, padding included; set by the engine before every forward pass
-
-    def repeat_samples(self, x: Tensor) -> Tensor:
-        """[C, 1, ...], one result per client -> [C * B, ...], a copy of it per sample."""
-        return x.expand(-1, self.batch, *x.shape[2:]).flatten(0, 1)
-
-
 def unfold_clients(x: Tensor, clients: int) -> Tensor:
     """[C * B, ...] -> [C, B, ...]."""
     return x.reshape(clients, -1, *x.shape[1:])

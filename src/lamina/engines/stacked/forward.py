@@ -5,20 +5,29 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map
 
 from lamina.base import rng
 from lamina.engines.devices import Precision, arithmetic
-from lamina.engines.stacked.folding import CannotStack, SharedInput, unfold_clients
+from lamina.engines.stacked.folding import CannotStack, unfold_clients
 from lamina.engines.stacked.layers.attention_masks import unread_masks
 from lamina.engines.stacked.layers.convolution import kernels_for
 from lamina.engines.stacked.layers.fusion import fuse
-from lamina.engines.stacked.layers.modules import for_vmap, frozen_per_client, is_batch_norm, stack, use_kernels
-from lamina.engines.stacked.layers.per_module import PerModule
-from lamina.engines.stacked.probe import FULL, PADDED, PROBE_CLIENTS, ProbeCase, value_read
+from lamina.engines.stacked.layers.modules import (
+    frozen_per_client,
+    is_batch_norm,
+    stack,
+    to_be_watched,
+    use_kernels,
+    used_directly,
+)
+from lamina.engines.stacked.layers.per_client import PerClient, Samples, StackedLayer
+from lamina.engines.stacked.probe import FULL, PADDED, PROBE_CLIENTS, ProbeCase, odd_samples, value_read
 from lamina.objective.batch import Inputs, arguments, map_batch, outputs_of
 from lamina.objective.dropout import dropping_half, set_streams, stream_layers
 from lamina.objective.layers import ChannelsLast
@@ -34,14 +43,15 @@ class StackedForward:
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
+        self.samples = Samples()
         self.module = stack(objective.seeded)
+        for layer in self.module.modules():
+            if isinstance(layer, StackedLayer):
+                layer.samples = self.samples
+        self.used_directly = used_directly(self.module)
         if objective.device.type == "cuda":
             self.module = fuse(self.module)
         self.dropouts = [*stream_layers(self.module), objective.functional]
-        for layer in self.module.modules():
-            if isinstance(layer, PerModule):
-                layer.functional_dropout = objective.functional
-        self.with_shared_inputs = [layer for layer in self.module.modules() if isinstance(layer, SharedInput)]
         self.frozen_per_client = frozen_per_client(self.module)
         self._frozen: dict[Precision, Parameters] = {}
         self.precision: Precision = "fp32"
@@ -49,6 +59,12 @@ class StackedForward:
         self.batch_norms = [layer for layer in self.module.modules() if is_batch_norm(layer)]
         statistics = {f"{n}.{b}" for n, m in self.module.named_modules() if is_batch_norm(m) for b in m._buffers}
         self.per_client_buffers = statistics & set(objective.buffers)
+
+    def round_inputs(self) -> None:
+        """Let layers with rounded weights round their inputs, too: a float32 buffer makes activations float32."""
+        for layer in self.module.modules():
+            if isinstance(layer, (*ROUNDED_BY_AUTOCAST, nn.modules.conv._ConvTransposeNd, nn.RNNBase)):
+                layer.register_forward_pre_hook(_rounded_inputs, with_kwargs=True)
 
     def suit_a_gpu(self) -> None:
         """Use the channels-last order of vectors, and our own kernels where they apply."""
@@ -65,9 +81,10 @@ class StackedForward:
     def rounds(self, name: str, parameter: Tensor) -> bool:
         """Return whether the pass uses a parameter [C, ...] in bfloat16, as it does matrices and kernels in bf16.
 
-        The rows keep all parameters in float32.
+        The rows keep all parameters in float32. Those that the module uses directly are rounded when they meet samples.
         """
-        return self.precision == "bf16" and parameter.dim() > 2 and parameter.is_floating_point()
+        is_matrix = parameter.dim() > 2 and parameter.is_floating_point()
+        return self.precision == "bf16" and is_matrix and name not in self.used_directly
 
     def losses(
         self, parameters: Parameters, buffers: Buffers, inputs: Inputs, targets: Tensor, mask: Tensor | None,
@@ -83,14 +100,17 @@ class StackedForward:
         self.objective.set_mode(self.module, train)
         for layer in self.batch_norms:
             layer.sample_mask = mask  # type: ignore[assignment]
-        for layer in self.with_shared_inputs:
-            layer.batch = batch
         shared = {n: b if n in self.per_client_buffers else b[0] for n, b in buffers.items()}
         state = self.objective.under_all_names({**parameters, **self.frozen(), **shared})
         state |= {n: state[n].expand(clients, *state[n].shape) for n in self.frozen_per_client}
+        state |= {n: PerClient.of(state[n], self.samples) for n in self.used_directly}
         set_streams(self.dropouts, self.objective.streams_or_zeros(streams, clients))
-        with unread_masks(), self.objective.functional.in_training(train):
+        dtype = torch.bfloat16 if self.precision == "bf16" else self.objective.dtype
+        of_pass = self.samples.of_pass(clients, batch, dtype, train)
+        with of_pass, unread_masks(), self.objective.functional.in_training(train):
             outputs = outputs_of(functional_call(self.module, state, args, kwargs, tie_weights=False))
+        if isinstance(outputs, PerClient):
+            raise CannotStack("the module's outputs do not have the samples on one axis")
         outputs = outputs.to(self.objective.dtype) if outputs.is_floating_point() else outputs
         losses: Tensor = self.objective.loss(outputs, targets.flatten(0, 1))
         return losses.reshape(clients, batch)
@@ -159,6 +179,18 @@ ROUNDED_BY_AUTOCAST = (
 Forward = StackedForward | CapturedForward
 
 
+def rounded(forward: Forward, parameters: Parameters) -> dict[str, Tensor]:
+    """Return the parameters in the types that a forward pass uses."""
+    return {n: p.bfloat16() if forward.rounds(n, p) else p for n, p in parameters.items()}
+
+
+def _rounded_inputs(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    def rounded(value: Any) -> Any:
+        return value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tree_map(rounded, (args, kwargs))
+
+
 def _only_client(*records: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     return [{name: tensor.squeeze(0) for name, tensor in record.items()} for record in records]
 
@@ -174,7 +206,7 @@ def choose_forward(
 
     `sample` holds the inputs and targets of several clients' batches, one after the other (see `probe_samples`).
     """
-    reading = value_read(objective, for_vmap(objective.seeded), *sample)
+    reading = value_read(objective, to_be_watched(objective.seeded), *sample)
     if reading:
         return None, reading
     try:
@@ -182,14 +214,16 @@ def choose_forward(
         # whether a form is right depends neither on the precision it will run in nor on the fastest algorithm
         with arithmetic("fp32", benchmark=False), dropping_half():
             _compare(forward, objective, *sample)
+        forward.precision = precision
+        if precision == "bf16":
+            # A CPU that has no bf16 products is not an error, but torch warns with its C++ stack.
+            warnings.filterwarnings("ignore", message=r"mkldnn_\w+ failed, switching to BLAS gemm")
+            forward.round_inputs()
+            _try_types(forward, objective, *sample)
     except CannotStack as error:
         return None, str(error)
     except Exception as error:  # whatever a user's module raises when it is stacked
         return None, f"stacked: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    forward.precision = precision
-    if precision == "bf16":
-        # A CPU that has no bf16 products is not an error, but torch warns with its C++ stack.
-        warnings.filterwarnings("ignore", message=r"mkldnn_\w+ failed, switching to BLAS gemm")
     if objective.device.type == "cuda":
         forward.suit_a_gpu()
     return forward, ""
@@ -215,7 +249,7 @@ def _doubled(values: Tensor) -> Tensor:
 
 def _probe(forward: StackedForward, objective: Objective, inputs: Inputs, targets: Tensor, tolerance: float) -> None:
     """Compare clients trained together with clients trained alone, to find layers that mix the samples of a batch."""
-    _refuse_changed_buffers(forward, objective, inputs)
+    _find_samples(forward, objective, inputs, targets)
     x, own_batches = objective.start, functools.partial(unfold_clients, clients=PROBE_CLIENTS)
     stacked_inputs, stacked_targets = map_batch(own_batches, inputs), own_batches(targets)
     scale = 1 + 0.1 * torch.arange(PROBE_CLIENTS, dtype=x.dtype, device=x.device).unsqueeze(1)
@@ -241,7 +275,17 @@ def _probe(forward: StackedForward, objective: Objective, inputs: Inputs, target
             error = torch.linalg.vector_norm(torch.where(odd, 0.0, gradient[i] - alone))
             size = torch.linalg.vector_norm(torch.where(odd, 0.0, alone))
             if not bool(error <= tolerance * size + 1e-12):
-                raise CannotStack("the module mixes samples of a batch, or uses a layer's parameters directly")
+                raise CannotStack("the module mixes samples of a batch, or uses parameters in an unknown way")
+
+
+def _try_types(forward: StackedForward, objective: Objective, inputs: Inputs, targets: Tensor) -> None:
+    """Raise torch's error if an operation does not take the types of the forward pass."""
+    flat = objective.start.expand(PROBE_CLIENTS, -1).detach().requires_grad_()
+    parameters = rounded(forward, objective.layers.unflatten(flat))
+    buffers = {n: torch.stack([b] * PROBE_CLIENTS) for n, b in objective.buffers.items()}
+    own_batches = functools.partial(unfold_clients, clients=PROBE_CLIENTS)
+    xs, ys = map_batch(own_batches, inputs), own_batches(targets)
+    torch.autograd.grad(forward.losses(parameters, buffers, xs, ys, None, train=True).sum(), flat)
 
 
 def _with_padding(values: Tensor, case: ProbeCase) -> Tensor:
@@ -250,11 +294,15 @@ def _with_padding(values: Tensor, case: ProbeCase) -> Tensor:
     return torch.cat([values[: case.clients, : case.real], others], 1)
 
 
-def _refuse_changed_buffers(forward: StackedForward, objective: Objective, inputs: Inputs) -> None:
-    """Refuse modules whose buffers change in training, except BatchNorm's, which are stored per client."""
-    buffers = {n: b.clone() for n, b in objective.buffers.items()}
-    with rng.forked(objective.device), torch.no_grad():
-        objective.outputs(objective.start, buffers, inputs, train=True)
-    for name, buffer in buffers.items():
-        if name not in forward.per_client_buffers and not torch.equal(buffer, objective.buffers[name]):
-            raise CannotStack(f"training changes the buffer '{name}', which has no stacked form")
+def _find_samples(forward: StackedForward, objective: Objective, inputs: Inputs, targets: Tensor) -> None:
+    """Let a forward pass find the axes of the samples; refuse buffers that change, except those stored per client."""
+    chosen = odd_samples(objective, inputs, targets)
+    xs, ys = map_batch(lambda values: values[chosen].unsqueeze(0), inputs), targets[chosen].unsqueeze(0)
+    parameters = objective.layers.unflatten(objective.start.unsqueeze(0).requires_grad_())
+    for train in (False, True):
+        buffers = {n: b.unsqueeze(0).clone() for n, b in objective.buffers.items()}
+        with rng.forked(objective.device):
+            forward.losses(parameters, buffers, xs, ys, None, train=train)
+        for name, buffer in buffers.items():
+            if name not in forward.per_client_buffers and not torch.equal(buffer[0], objective.buffers[name]):
+                raise CannotStack(f"training changes the buffer '{name}', which has no stacked form")

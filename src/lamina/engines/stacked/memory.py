@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm
 from lamina.base.errors import BadInput
-from lamina.engines.stacked.forward import CapturedForward
+from lamina.engines.stacked.forward import CapturedForward, rounded
 from lamina.engines.stacked.gpu.launch import recording
 from lamina.engines.stacked.steps import Batches, StackedObjective
 from lamina.objective.objective import Objective
@@ -130,7 +130,7 @@ def row_bytes(problem: StackedObjective, batch: int) -> int:
     objective = problem.objective
     index = torch.zeros(1, batch, dtype=torch.long, device=objective.device)
     keys = index if problem.augmentation is not None else None
-    parameters = problem.rounded(objective.layers.unflatten(objective.start.unsqueeze(0)))
+    parameters = rounded(problem.forward, objective.layers.unflatten(objective.start.unsqueeze(0)))
     leaves = {name: parameter.clone().requires_grad_() for name, parameter in parameters.items()}
     buffers: dict[str, Any] = {name: buffer.unsqueeze(0).clone() for name, buffer in objective.buffers.items()}
     differentiate = problem.gradients if isinstance(problem.forward, CapturedForward) else problem.mean_losses

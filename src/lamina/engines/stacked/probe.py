@@ -84,12 +84,8 @@ def value_read(objective: Objective, module: torch.nn.Module, inputs: Inputs, ta
     The same holds for a value that is computed over the whole batch (``torch.where(x.max() > 3, a, b)``).
     Samples reveal this only if their values cross the limit, so this function watches for the read itself.
     """
-    shapes = [*objective.layers.shapes.values(), *(b.shape for b in objective.buffers.values())]
-    shapes += [tuple(values.shape[1:]) for values in (*tensors(inputs), targets)]
-    sizes = {size for shape in (*shapes, *(p.shape for p in objective.frozen.values())) for size in shape}
-    # A number of samples that differs from every other size in the model.
-    _Watched.batch = next((n for n in ODD_BATCHES if not any(size % n == 0 for size in sizes)), 0)
-    chosen = torch.arange(_Watched.batch or len(targets), device=objective.device) % len(targets)
+    chosen = odd_samples(objective, inputs, targets)
+    _Watched.batch = len(chosen) if len(chosen) in ODD_BATCHES else 0
     watched, targets = map_batch(lambda values: values[chosen].as_subclass(_Watched), inputs), targets[chosen]
     parameters = {n: p.as_subclass(_Watched) for n, p in objective.layers.unflatten(objective.start).items()}
     with rng.forked(objective.device):
@@ -107,6 +103,15 @@ def value_read(objective: Objective, module: torch.nn.Module, inputs: Inputs, ta
                 reason = " ".join(str(error).split())[:200]
                 return f"what the model does with values cannot be followed: {type(error).__name__}: {reason}"
     return ""
+
+
+def odd_samples(objective: Objective, inputs: Inputs, targets: Tensor) -> Tensor:
+    """Return the indices of samples whose number divides no other size in the model, if there is such a number."""
+    shapes = [*objective.layers.shapes.values(), *(b.shape for b in objective.buffers.values())]
+    shapes += [tuple(values.shape[1:]) for values in (*tensors(inputs), targets)]
+    sizes = {size for shape in (*shapes, *(p.shape for p in objective.frozen.values())) for size in shape}
+    number = next((n for n in ODD_BATCHES if not any(size % n == 0 for size in sizes)), len(targets))
+    return torch.arange(number, device=objective.device) % len(targets)
 
 
 def reads_values(work: Callable[[], object]) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lamina.algorithms.contract import Number
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment, training_inputs
-from lamina.engines.stacked.forward import CapturedForward, Forward, StackedForward
+from lamina.engines.stacked.forward import CapturedForward, Forward, StackedForward, rounded
 from lamina.engines.stacked.independence import join, split
 from lamina.engines.stacked.side_stream import differentiate
 from lamina.engines.state import copy_buffers
@@ -133,7 +133,7 @@ class StackedObjective:
         self, parameters: Mapping[str, Tensor], buffers: Buffers, batch: Batches
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return every row's gradient of its mean loss by name, perhaps rounded, and those losses [rows]."""
-        parameters = self.rounded(parameters)
+        parameters = rounded(self.forward, parameters)
         if isinstance(self.forward, CapturedForward):
             x, y = self._samples(batch)
             train = not self.summed
@@ -158,10 +158,6 @@ class StackedObjective:
             return losses.sum(1) if self.summed else losses.mean(1)
         sums = torch.where(mask, losses, 0.0).sum(1)
         return sums if self.summed else sums / counts.clamp(min=1)
-
-    def rounded(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parameters in the types that the forward pass uses."""
-        return {n: p.bfloat16() if self.forward.rounds(n, p) else p for n, p in parameters.items()}
 
     def _samples(self, batch: Batches) -> tuple[Inputs, Tensor]:
         """Return the inputs, augmented and normalised, and the targets of a batch."""

@@ -1,14 +1,12 @@
 """Layers get their stacked classes, and give the loop's trajectory."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 import lamina
-from lamina.engines.stacked.layers.modules import PlainMaxPool2d, stack, use_kernels
-from lamina.objective.dropout import set_streams, stream_layers, with_streams
+from lamina.engines.stacked.layers.modules import PlainMaxPool2d, stack
+from lamina.engines.stacked.layers.per_client import PerClient, Samples
 from stacked_layers import Scaled, assert_as_in_the_loop, chain, data
 
 TENSORS = {
@@ -53,25 +51,22 @@ def test_the_kernel_of_a_norm_gets_no_residual_of_another_shape():
     assert torch.equal(torch.func.functional_call(layer, parameters, (x, x.mean((2, 3), keepdim=True))), expected)
 
 
-def test_layers_under_vmap_use_no_kernels():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3, 1, 1))
-            self.layers = nn.Sequential(nn.MaxPool2d(2), nn.Dropout(0.5), nn.Flatten())
+def test_values_without_samples_do_not_reach_kernels():
+    def refuse(*inputs, **options):
+        raise AssertionError("a kernel does not see all clients of such a value")
 
-        def forward(self, x):
-            return self.layers(x * self.scale)
-
-    def refuse(*inputs):
-        raise AssertionError("a kernel under vmap")
-
-    kernels = SimpleNamespace(LARGEST_WINDOW=127, drop=refuse, flatten=refuse, max_pool=refuse)
-    module = stack(with_streams(nn.Sequential(Scaled()))[0])
-    set_streams(stream_layers(module), torch.tensor([1, 2]))
-    use_kernels(module, kernels, "tf32")
-    inputs = {"0.scale": torch.ones(2, 3, 1, 1)}, (torch.randn(6, 3, 4, 4),)
-    assert torch.func.functional_call(module, *inputs).shape == (6, 12)
+    norm, pool, flatten = layers = stack(nn.Sequential(nn.GroupNorm(2, 4), nn.MaxPool2d(2), nn.Flatten()))
+    for layer in layers:
+        layer.kernel = refuse
+    rows = torch.randn(2, 1, 4, 4, 4)
+    value = PerClient.of(rows, Samples())
+    assert torch.equal(pool(value).rows, nn.functional.max_pool2d(rows.flatten(0, 1), 2).unsqueeze(1))
+    assert torch.equal(flatten(value).rows, rows.flatten(2))
+    x, parameters = torch.randn(1, 4, 4, 4), {"weight": torch.ones(2, 4), "bias": torch.zeros(2, 4)}
+    norm.samples = value.samples
+    with value.samples.of_pass(2, 1, torch.float64, train=True):
+        out = torch.func.functional_call(norm, parameters, (x.repeat(2, 1, 1, 1), value))
+    torch.testing.assert_close(out, nn.functional.group_norm(x, 2) + rows.flatten(0, 1))
 
 
 def test_frozen_layers_are_shared_by_all_clients():

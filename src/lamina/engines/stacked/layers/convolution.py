@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from lamina.engines.stacked.layers.per_client import StackedLayer
+
 Convolution = Callable[[Tensor, Tensor, Tensor | None, int], Tensor]  # of x, weight, bias and the number of groups
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -31,7 +33,7 @@ def _of_all_clients(plain: Convolution, x: Tensor, weight: Tensor, bias: Tensor 
     return form(plain, by_client, weight, bias, groups).flatten(0, 1)
 
 
-class StackedConvolution:
+class StackedConvolution(StackedLayer):
     """A convolution of one to three axes. weight [C, out, in / groups, ...], bias [C, out]."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
@@ -44,7 +46,7 @@ class StackedConvolution:
         return _of_all_clients(plain, input, self.weight, self.bias, self.groups)
 
 
-class StackedTransposed:
+class StackedTransposed(StackedLayer):
     """A transposed convolution. weight [C, in, out / groups, ...], bias [C, out]."""
 
     def forward(self: Any, input: Tensor, output_size: Any = None) -> Tensor:

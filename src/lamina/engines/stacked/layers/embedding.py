@@ -6,31 +6,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from lamina.engines.stacked.folding import CannotStack, SharedInput, unfold_clients
+from lamina.engines.stacked.folding import CannotStack, unfold_clients
+from lamina.engines.stacked.layers.per_client import StackedLayer
 
 
-class StackedEmbedding(SharedInput, nn.Embedding):
+class StackedEmbedding(StackedLayer, nn.Embedding):
     """A table per client. weight [C, number, features]."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Token ids [C * B, ...] -> [C * B, ..., features]; ids [1, ...] are those of every sample."""
+        """Token ids [C * B, ...] -> [C * B, ..., features]."""
         clients, number, features = self.weight.shape
-        is_shared = input.shape[0] == 1 and clients > 1
-        ids = _own_rows(input.expand(clients, *input.shape[1:]) if is_shared else input, clients, number)
-        rows = F.embedding(ids, self.weight.reshape(clients * number, features))
-        rows = _without_padding_gradient(rows, input, self.padding_idx)
-        return self.repeat_samples(rows.unsqueeze(1)) if is_shared else rows
+        rows = F.embedding(_own_rows(input, clients, number), self.weight.reshape(clients * number, features))
+        return _without_padding_gradient(rows, input, self.padding_idx)
 
 
-class VmapEmbedding(nn.Embedding):
-    """An Embedding as it is, but right under `torch.func.vmap`, which ignores `padding_idx` for all but one client."""
+class PlainEmbedding(nn.Embedding):
+    """An Embedding of one client that computes what `StackedEmbedding` does."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Token ids [B, ...] -> [B, ..., features]."""
         return _without_padding_gradient(F.embedding(input, self.weight), input, self.padding_idx)
 
 
-class StackedEmbeddingBag(nn.EmbeddingBag):
+class StackedEmbeddingBag(StackedLayer, nn.EmbeddingBag):
     """Sums, means or largest values of a table per client. weight [C, number, features]."""
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:

@@ -29,14 +29,14 @@ from lamina.engines.stacked.folding import (
     unfold_clients,
 )
 from lamina.engines.stacked.layers.convolution import StackedConvolution, StackedTransposed, kernels_apply
-from lamina.engines.stacked.layers.embedding import StackedEmbedding, StackedEmbeddingBag, VmapEmbedding
-from lamina.engines.stacked.layers.per_module import PerModule, per_module
+from lamina.engines.stacked.layers.embedding import PlainEmbedding, StackedEmbedding, StackedEmbeddingBag
+from lamina.engines.stacked.layers.per_client import PerClient, StackedLayer
 from lamina.engines.stacked.layers.recurrent import StackedGRU, StackedLSTM, StackedRNN, VmapLSTMCell
 from lamina.objective.dropout import StreamAttention, StreamDropout
 from lamina.objective.objective import ONE_SAMPLE
 
 
-class StackedLinear(nn.Linear):
+class StackedLinear(StackedLayer, nn.Linear):
     """Linear as one batched matrix product; weight [C, out, in], bias [C, out]."""
 
     kernel: Callable[..., Tensor] = staticmethod(linear)  # another one on a GPU: set by `use_kernels`
@@ -58,14 +58,14 @@ class StackedConv2d(StackedConvolution, nn.Conv2d):
         return self.kernel(input, self.weight, self.stride, self.padding, bias=self.bias)
 
 
-class StackedGroupNorm(nn.GroupNorm):
+class StackedGroupNorm(StackedLayer, nn.GroupNorm):
     """GroupNorm with scale and shift per client, and, if fused, the residual sum and the ReLU that follow it."""
 
     kernel: Callable[..., Any] | None = None  # our own, where it applies: set by `use_kernels`
 
     def forward(self, input: Tensor, residual: Tensor | None = None, relu: bool = False, twice: bool = False) -> Any:
         """[C * B, channels, ...], the same shape out. `fuse` gives the other arguments; see `NormOptions`."""
-        is_broadcast = residual is not None and residual.shape != input.shape
+        is_broadcast = residual is not None and (isinstance(residual, PerClient) or residual.shape != input.shape)
         if self.kernel is not None and input.dim() == 4 and not is_broadcast:
             options = NormOptions(self.num_groups, self.eps, relu, twice)
             return self.kernel(input, self.weight, self.bias, options, residual)
@@ -80,7 +80,7 @@ class StackedGroupNorm(nn.GroupNorm):
         return (out, out) if twice else out
 
 
-class StackedLayerNorm(nn.LayerNorm):
+class StackedLayerNorm(StackedLayer, nn.LayerNorm):
     """LayerNorm with scale and shift per client."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class StackedLayerNorm(nn.LayerNorm):
         return _scaled(out, self.weight, self.bias).to(input.dtype)
 
 
-class StackedRMSNorm(nn.RMSNorm):
+class StackedRMSNorm(StackedLayer, nn.RMSNorm):
     """Root mean square per position, scale per client."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,7 +114,8 @@ class PlainMaxPool2d(nn.MaxPool2d):
     def forward(self, input: Tensor, relu: bool = False) -> Tensor:
         """[N, channels, H, W] -> [N, channels, H', W'], perhaps with a ReLU (see `fuse`)."""
         height, width = _two(self.kernel_size)
-        if self.kernel is None or input.dim() != 4 or input.shape[2] < height or input.shape[3] < width:
+        is_small = input.dim() != 4 or input.shape[2] < height or input.shape[3] < width
+        if self.kernel is None or is_small or isinstance(input, PerClient):
             out = F.max_pool2d(input, self.kernel_size)
             return F.relu(out) if relu else out
         return self.kernel(input, (height, width), relu)
@@ -127,7 +128,8 @@ class PlainFlatten(nn.Flatten):
 
     def forward(self, input: Tensor) -> Tensor:
         """[N, ...] -> [N, features]."""
-        if self.kernel is None or input.dim() != 4 or (self.start_dim, self.end_dim) != (1, -1):
+        is_plain = input.dim() == 4 and (self.start_dim, self.end_dim) == (1, -1)
+        if self.kernel is None or not is_plain or isinstance(input, PerClient):
             return super().forward(input)
         return self.kernel(input)
 
@@ -136,7 +138,7 @@ def _two(size: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
-class _StackedBatchNorm:
+class _StackedBatchNorm(StackedLayer):
     """BatchNorm with the statistics of every client's own batch, and running statistics per client [C, channels].
 
     `sample_mask` [C, B], set by the engine, marks the padding of short batches: those samples do not count.
@@ -179,10 +181,11 @@ class _StackedBatchNorm:
         return mean, (centred**2).sum(axes) / count, count
 
 
-class StackedMultiheadAttention(StreamAttention):
+class StackedMultiheadAttention(StackedLayer, StreamAttention):
     """MultiheadAttention with four projections per client, in training and in evaluation."""
 
     forward = StreamAttention.attend
+    call_folded = nn.Module.__call__  # it knows the axis of its samples
 
     def project(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[C * B, T, E] with a weight [C, out, E] per client."""
@@ -215,36 +218,40 @@ STACKED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def stack(module: nn.Module) -> nn.Module:
-    """A copy of the module whose trainable parameters, given by `functional_call`, have a leading axis C.
+    """A copy of the module whose layers take trainable parameters, given by `functional_call`, with a leading axis C.
 
-    A layer whose parameters are all frozen is the same for every client, so it stays as it is. A module of another
-    class with parameters of its own runs under `torch.func.vmap` (see `per_module`). Raises `CannotStack` for a layer
-    with an option that has no stacked form, and for a model whose outermost module has parameters of its own.
+    A layer whose parameters are all frozen is the same for every client, so it stays as it is. So does a module of
+    another class: `used_directly` names its parameters. Raises `CannotStack` for a layer with an option that has no
+    stacked form.
     """
+    # torch warns of operations that vmap runs in a loop; the loop engine would be slower still.
+    warnings.filterwarnings("ignore", message="There is a performance drop")
     stacked = copy.deepcopy(module)
-    units = {name: layer for name, layer in stacked.named_modules() if _runs_alone(layer)}
-    if "" in units:
-        raise CannotStack(
-            f"the parameters of {type(module).__name__} itself have no stacked form; move them into a submodule, so "
-            "that the rest stays stacked"
-        )
     for name, layer in list(stacked.named_modules()):
         if type(layer) is nn.MaxPool2d and _windows_lie_apart(layer):
             layer.__class__ = PlainMaxPool2d
         elif type(layer) is nn.Flatten:
             layer.__class__ = PlainFlatten
+        elif type(layer) is nn.LSTMCell:
+            layer.__class__ = VmapLSTMCell
         kind = STACKED.get(type(layer))
-        if kind is None or not _differs(layer) or any(name.startswith(f"{unit}.") for unit in units):
+        if kind is None or not _differs(layer) or "weight" in vars(layer):  # the old weight_norm computes it in a hook
             continue
         _check_options(name, layer)
         layer.__class__ = kind
         if isinstance(layer, nn.MultiheadAttention):  # it uses the parameters of this layer directly
             layer.out_proj.__class__ = StackedLinear  # type: ignore[assignment]
-    for name, layer in units.items():
-        if not any(name.startswith(f"{unit}.") for unit in units):
-            _suit_vmap(layer)
-            per_module(layer)
     return stacked
+
+
+def used_directly(stacked: nn.Module) -> set[str]:
+    """Return the names of the trainable parameters that belong to no stacked layer."""
+    return {
+        f"{name}.{own}" if name else own
+        for name, layer in stacked.named_modules()
+        for own, parameter in layer._parameters.items()
+        if parameter is not None and parameter.requires_grad and not isinstance(layer, StackedLayer)
+    }
 
 
 def frozen_per_client(stacked: nn.Module) -> set[str]:
@@ -266,39 +273,18 @@ def _differs(layer: nn.Module) -> bool:
     return any(p.requires_grad for p in layer.parameters(recurse=isinstance(layer, nn.MultiheadAttention)))
 
 
-def _runs_alone(layer: nn.Module) -> bool:
-    """Whether a layer has trainable parameters of its own but no stacked class."""
-    if type(layer) in STACKED or isinstance(layer, nn.ParameterList | nn.ParameterDict):
-        return False
-    lists = [child for child in layer.children() if isinstance(child, nn.ParameterList | nn.ParameterDict)]
-    return any(p.requires_grad for one in (layer, *lists) for p in one.parameters(recurse=one is not layer))
-
-
-def for_vmap(module: nn.Module) -> nn.Module:
-    """Return a copy of the module whose layers give their own gradients under `torch.func.vmap`."""
+def to_be_watched(module: nn.Module) -> nn.Module:
+    """Return a copy of the module whose embeddings do without the option `padding_idx`, which the probe refuses."""
     module = copy.deepcopy(module)
-    _suit_vmap(module)
-    return module
-
-
-def _suit_vmap(module: nn.Module) -> None:
-    # torch warns of operations that vmap runs in a loop; the loop engine would be slower still.
-    warnings.filterwarnings("ignore", message="There is a performance drop")
     for layer in module.modules():
         if type(layer) is nn.Embedding and layer.max_norm is None and not layer.scale_grad_by_freq:
-            layer.__class__ = VmapEmbedding
-        elif type(layer) is nn.LSTMCell:
-            layer.__class__ = VmapLSTMCell
-        elif isinstance(layer, nn.EmbeddingBag):
-            layer.sparse = False  # the gradient is the same, and vmap has no sparse ones
+            layer.__class__ = PlainEmbedding
+    return module
 
 
 def use_kernels(stacked: nn.Module, kernels: Any, precision: str) -> None:
     """Let layers use our own kernels where they apply; convolutions then keep their channels last in memory."""
-    under_vmap = {layer for unit in stacked.modules() if isinstance(unit, PerModule) for layer in unit.modules()}
     for layer in stacked.modules():
-        if layer in under_vmap:  # where no Triton kernel can run
-            continue
         if isinstance(layer, StackedConv2d) and kernels_apply(layer):
             layer.kernel = functools.partial(kernels.convolve, precision=precision)
         elif isinstance(layer, StreamDropout):

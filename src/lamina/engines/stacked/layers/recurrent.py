@@ -9,10 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from lamina.engines.stacked.folding import CannotStack, unfold_clients
+from lamina.engines.stacked.layers.per_client import StackedLayer
 
 
-class _StackedRecurrent:
+class _StackedRecurrent(StackedLayer):
     """The layers, directions and time steps of a recurrent layer. weight_ih_l0 [C, gates * hidden, in], and so on."""
+
+    call_folded = nn.Module.__call__  # it knows the axis of its samples
 
     def step(self: Any, inputs: Tensor, hidden: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the next state from what the weights make of the input and of the hidden state."""
