@@ -27,7 +27,7 @@ from lamina.engines.stacked.layers.modules import (
     used_directly,
 )
 from lamina.engines.stacked.layers.per_client import PerClient, Samples, StackedLayer
-from lamina.engines.stacked.probe import FULL, PADDED, PROBE_CLIENTS, ProbeCase, odd_samples, value_read
+from lamina.engines.stacked.probe import FULL, PADDED, PROBE_CLIENTS, ProbeCase, odd_samples, reads_values, value_read
 from lamina.objective.batch import Inputs, arguments, map_batch, outputs_of
 from lamina.objective.dropout import dropping_half, set_streams, stream_layers
 from lamina.objective.layers import ChannelsLast
@@ -219,6 +219,10 @@ def choose_forward(
             # A CPU that has no bf16 products is not an error, but torch warns with its C++ stack.
             warnings.filterwarnings("ignore", message=r"mkldnn_\w+ failed, switching to BLAS gemm")
             forward.round_inputs()
+        if objective.device.type == "cuda":
+            if reads_values(lambda: _try_types(forward, objective, *sample)):
+                raise CannotStack("the model or the loss reads tensors' values, which a captured step cannot")
+        elif precision == "bf16":
             _try_types(forward, objective, *sample)
     except CannotStack as error:
         return None, str(error)
@@ -279,7 +283,7 @@ def _probe(forward: StackedForward, objective: Objective, inputs: Inputs, target
 
 
 def _try_types(forward: StackedForward, objective: Objective, inputs: Inputs, targets: Tensor) -> None:
-    """Raise torch's error if an operation does not take the types of the forward pass."""
+    """Differentiate in the types of the run; torch raises an error if an operation does not take them."""
     flat = objective.start.expand(PROBE_CLIENTS, -1).detach().requires_grad_()
     parameters = rounded(forward, objective.layers.unflatten(flat))
     buffers = {n: torch.stack([b] * PROBE_CLIENTS) for n, b in objective.buffers.items()}

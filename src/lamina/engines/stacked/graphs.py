@@ -323,7 +323,6 @@ class CapturedSteps:
                 self._copy_in(work)
                 self._step(rows, size, sent_addresses.copy_)
             compile_ahead(launches)
-        wait_for_kernels()
         self._copy_in(work)
         side = self._stream or _warm_up_stream(device)
         side.wait_stream(torch.cuda.current_stream())
@@ -354,12 +353,12 @@ def captured(work: Callable[[], None], pool: Any, stream: Any) -> Callable[[], N
 
     The work leaves nothing behind but what it writes into buffers from elsewhere, so that graphs may share a pool.
     """
+    wait_for_kernels()
     graph = torch.cuda.CUDAGraph()
     is_collecting, current, too_large = gc.isenabled(), torch.cuda.current_stream(), None
     gc.disable()  # a graph destroyed by the collector while another is captured would break that one
     try:
-        # "thread_local": another thread may be compiling and trying kernels meanwhile
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             try:
                 work()
             except torch.cuda.OutOfMemoryError as error:  # raised once the capture has ended, which may also fail

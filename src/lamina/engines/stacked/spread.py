@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lamina.engines.stacked.layers.convolution import kernels_for
 from lamina.engines.stacked.rows import Row, send
 from lamina.engines.state import RoundSums
 
@@ -55,13 +56,18 @@ def chunk_distances(
 
 def squared_distances(rows: Tensor, centres: Tensor, which: Sequence[int]) -> Tensor:
     """Return every row's squared distance from the centre that `which` names, in float32 or better."""
+    kernels = kernels_for(rows.device, rows.dtype)
+    if kernels is not None:  # which reads the rows once and writes nothing
+        nearest = send(np.array(which), rows.device)
+        distances: Tensor = kernels.squared_distances(rows.contiguous(), centres.contiguous(), nearest)
+        return distances
     dtype = torch.promote_types(rows.dtype, torch.float32)  # half precision holds few squares
     index = None if len(centres) == 1 else send(np.array(which), rows.device)
     total = torch.zeros(len(rows), dtype=dtype, device=rows.device)
     width = max(1, PIECE_ELEMENTS // len(rows))
     for piece, centre in zip(torch.split(rows, width, -1), torch.split(centres, width, -1), strict=True):
-        nearest = centre if index is None else centre.index_select(0, index)
-        total += _squares(piece.to(dtype) - nearest)
+        own = centre if index is None else centre.index_select(0, index)
+        total += _squares(piece.to(dtype) - own)
     return total
 
 

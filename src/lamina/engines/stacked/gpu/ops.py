@@ -17,7 +17,7 @@ from lamina.engines.stacked.gpu.copies import fill_rows, flatten
 from lamina.engines.stacked.gpu.launch import is_recording, start_triton, unrecorded
 from lamina.engines.stacked.gpu.masks import drop
 from lamina.engines.stacked.gpu.norms import group_norm
-from lamina.engines.stacked.gpu.sums import sum_rows
+from lamina.engines.stacked.gpu.sums import squared_distances, sum_rows
 from lamina.engines.stacked.side_stream import claim, weight_gradients
 
 try:
@@ -25,7 +25,18 @@ try:
 except ImportError:  # a triton without Gluon, or with another one
     hopper = None  # type: ignore[assignment]
 
-__all__ = ["LARGEST_WINDOW", "convolve", "drop", "fill_rows", "flatten", "group_norm", "linear", "max_pool", "prepare"]
+__all__ = [
+    "LARGEST_WINDOW",
+    "convolve",
+    "drop",
+    "fill_rows",
+    "flatten",
+    "group_norm",
+    "linear",
+    "max_pool",
+    "prepare",
+    "squared_distances",
+]
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +47,14 @@ LARGEST_WINDOW = 127  # pixels of max-pooling's window: where the largest was is
 
 
 def prepare(device: torch.device) -> None:
-    """Check, once, which kernels a GPU can run."""
+    """Check, once, which kernels a GPU can run, and compile one that no step has."""
     with _checking:
         number = device.index or 0
         if number not in _hopper_works:
             _hopper_works[number] = _try_hopper(number)
+            zeros = torch.zeros(1, 1, device=device)
+            with unrecorded():
+                squared_distances(zeros, zeros, torch.zeros(1, dtype=torch.int64, device=device))
 
 
 def convolve(

@@ -1,4 +1,4 @@
-"""Sums over many short rows: the gradients of biases and of norms' scales. torch gives them too few processors."""
+"""Sums for which torch takes too few processors (the gradients of biases and scales) or too much memory (distances)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from lamina.engines.stacked.gpu.launch import launch
 ROWS, COLUMNS = 32, 64  # that a program adds up at a time
 PROGRAMS = 720  # rows are cut into parts to have about as many
 ROWS_PER_PART = 128  # at least: every part is written down and added up
+
+ELEMENTS = 4096  # of a row that a program compares with its centre at a time
+PROGRAMS_PER_DISTANCE = 16
 
 
 @triton.jit
@@ -43,3 +46,28 @@ def sum_rows(values: Tensor) -> Tensor:
     sums = torch.empty(count, parts, width, dtype=torch.float32, device=values.device)
     launch(_sum_rows, (count, parts, columns), values, sums, rows, per_part, width, ROWS, COLUMNS)
     return sums[:, 0] if parts == 1 else sums.sum(1)
+
+
+@triton.jit(do_not_specialize=["width", "per_part"])  # so that it is compiled once
+def _squared_distances(rows, centres, which, sums, width, per_part, ELEMENTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """sums[n, part] = the sum over the elements of a part of (rows[n] - centres[which[n]])^2."""
+    n, part = tl.program_id(0), tl.program_id(1)
+    row, centre = rows + n.to(tl.int64) * width, centres + tl.load(which + n) * width
+    last = tl.minimum((part + 1) * per_part, width)
+    total = tl.zeros((ELEMENTS,), dtype=tl.float32)
+    for start in range(part * per_part, last, ELEMENTS):
+        place = start + tl.arange(0, ELEMENTS)
+        mask = place < last
+        difference = tl.load(row + place, mask=mask, other=0.0) - tl.load(centre + place, mask=mask, other=0.0)
+        total += difference * difference
+    tl.store(sums + n * tl.num_programs(1) + part, tl.sum(total))
+
+
+def squared_distances(rows: Tensor, centres: Tensor, which: Tensor) -> Tensor:
+    """Return the squared distances [N] of rows [N, p] from centres[which], all contiguous float32."""
+    count, width = rows.shape
+    per_part = triton.cdiv(triton.cdiv(width, PROGRAMS_PER_DISTANCE), ELEMENTS) * ELEMENTS
+    parts = triton.cdiv(width, per_part)
+    sums = torch.empty(count, parts, dtype=torch.float32, device=rows.device)
+    launch(_squared_distances, (count, parts), rows, centres, which, sums, width, per_part, ELEMENTS)
+    return sums.sum(1)

@@ -1,26 +1,32 @@
-"""Let Hugging Face's `transformers` use attention masks without looking at their values.
+"""Let `transformers` and torch's own encoders use attention masks without looking at their values.
 
-It skips a mask without padding (``if mask.all()``), which would decide for all clients of a batch at once. While it
-believes that it is being traced, it computes with every mask; the result is the same.
+They skip a mask without padding (``if mask.all()``) or one that is causal, which would decide for all clients of a
+batch at once, and cannot be captured. Within the block they compute with every mask; the result is the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.nn.modules import transformer
 
 
 @contextlib.contextmanager
 def unread_masks() -> Iterator[None]:
-    """Keep `transformers`, if it is loaded, from reading masks within the block."""
-    masking = sys.modules.get("transformers.masking_utils")
-    usual = getattr(masking, "is_tracing", None)
-    if masking is None or usual is None:
-        yield
-        return
-    masking.is_tracing = lambda tensor=None: True  # type: ignore[attr-defined]
+    """Keep torch and `transformers`, if it is loaded, from reading masks within the block."""
+    replaced: list[tuple[Any, str, Callable[..., bool]]] = [
+        (transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal)),
+        (sys.modules.get("transformers.masking_utils"), "is_tracing", lambda tensor=None: True),
+    ]
+    usual = [(module, name, getattr(module, name)) for module, name, _ in replaced if hasattr(module, name)]
     try:
+        for module, name, function in replaced:
+            if hasattr(module, name):
+                setattr(module, name, function)
         yield
     finally:
-        masking.is_tracing = usual  # type: ignore[attr-defined]
+        for module, name, function in usual:
+            setattr(module, name, function)
