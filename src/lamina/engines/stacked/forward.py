@@ -70,7 +70,7 @@ class StackedForward:
         """Use the channels-last order of vectors, and our own kernels where they apply."""
         self.layout = self.objective.layers.channels_last(self.objective.device)
         kernels = kernels_for(self.objective.device, self.objective.dtype)
-        if kernels is not None and self.layout is not None:
+        if kernels is not None:
             use_kernels(self.module, kernels, "tf32x3" if self.precision == "fp32" else "tf32")
 
     def announce(self, lone_sample: bool) -> None:

@@ -77,12 +77,14 @@ def join_ranks(experiment: Experiment) -> tuple[Experiment, Ranks]:
         return experiment, Ranks(0, 1)
     device = experiment.run.device
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    # processes that share a GPU cannot use NCCL
+    is_shared = on_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
     if on_gpu:
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % max(1, torch.cuda.device_count())}"
     choose_device(device)  # refuses one that cannot be used; only now, so that no process touches another's GPU
     if on_gpu:
         torch.cuda.set_device(device)
-    torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
+    torch.distributed.init_process_group("nccl" if on_gpu and not is_shared else "gloo")
     return experiment.changed(run={"device": device}), Ranks.current()
 
 

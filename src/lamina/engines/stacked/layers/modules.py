@@ -284,6 +284,7 @@ def to_be_watched(module: nn.Module) -> nn.Module:
 
 def use_kernels(stacked: nn.Module, kernels: Any, precision: str) -> None:
     """Let layers use our own kernels where they apply; convolutions then keep their channels last in memory."""
+    has_images = any(isinstance(layer, nn.Conv2d) for layer in stacked.modules())
     for layer in stacked.modules():
         if isinstance(layer, StackedConv2d) and kernels_apply(layer):
             layer.kernel = functools.partial(kernels.convolve, precision=precision)
@@ -291,6 +292,8 @@ def use_kernels(stacked: nn.Module, kernels: Any, precision: str) -> None:
             layer.kernel = kernels.drop
         elif isinstance(layer, StackedLinear) and layer.in_features % 8 == 0 and layer.out_features % 8 == 0:
             layer.kernel = kernels.linear  # rows of aligned matrices
+        elif not has_images:  # the others are for images with their channels last
+            continue
         elif isinstance(layer, StackedGroupNorm):
             layer.kernel = kernels.group_norm
         elif isinstance(layer, PlainMaxPool2d) and math.prod(_two(layer.kernel_size)) <= kernels.LARGEST_WINDOW:
