@@ -23,8 +23,8 @@ FEW_CLIENTS = 32  # of a round: with more, every model that can be stacked is fa
 LARGE = 1_000_000  # parameters of a network with BatchNorm: with fewer, it is faster stacked
 
 # on a CPU, where stacking saves the time that torch needs for every operation, whatever its size
-MOST_FLOPS = 3e6  # of a client's batch, per operation
-MOST_NORMALISED = 20_000  # numbers per operation in a network with norms over pixels, whose stacked forms are slow
+MOST_FLOPS = 80e6  # of a client's batch in a forward pass
+MOST_NORMALISED = 250_000  # numbers that this pass writes in a network with norms over pixels: slow when stacked
 SMALL_LSTM = 32  # units: torch's own LSTM computes all time steps in one operation
 
 PIXEL_NORMS = (nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
@@ -63,23 +63,22 @@ def _on_a_cpu(objective: Objective, trained: list[nn.Module], batch: int, sample
     work = _Work()  # type: ignore[no-untyped-call]
     with rng.forked(objective.device), torch.no_grad(), work:
         objective.outputs(objective.start, copy_buffers(objective.buffers), sample, train=True)
-    scale = batch / len(tensors(sample)[0]) / max(1, work.operations)
+    scale = batch / len(tensors(sample)[0])
     if work.flops * scale > MOST_FLOPS:
-        return f"with {work.flops * scale / 1e6:.0f} million flops per operation, stacking saves little on a CPU"
+        return f"a pass over a batch has {work.flops * scale / 1e6:.0f} million flops: stacking saves little on a CPU"
     if work.numbers * scale > MOST_NORMALISED and any(isinstance(layer, PIXEL_NORMS) for layer in trained):
         return "norms over many pixels are slower stacked on a CPU"
     return ""
 
 
 class _Work(WatchingMode):  # type: ignore[no-untyped-call]
-    """Counts the operations of a forward pass, their floating-point operations, and the numbers that they write."""
+    """Counts the floating-point operations of a forward pass, and the numbers that it writes."""
 
-    operations, flops, numbers = 0, 0, 0
+    flops, numbers = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
-            self.operations += 1
             count = flop_registry.get(func.overloadpacket)
             self.flops += 0 if count is None else count(*args, **(kwargs or {}), out_val=result)
             main = result[0] if isinstance(result, tuple) else result  # norms also return their statistics
