@@ -37,7 +37,7 @@ def tune(
     from lamina.experiment.config import load
     from lamina.experiment.trials.trials import refuse_all_diverged
     from lamina.experiment.trials.tune import Tuning
-    from lamina.storage.locks import turn
+    from lamina.storage.leases import turn
 
     chosen = list(overrides or [])
     if grid is not None:

@@ -15,7 +15,7 @@ from lamina.experiment.runs.folder import RunFolder
 from lamina.experiment.runs.records import find_records, read_record
 from lamina.experiment.trials import compare as comparing
 from lamina.experiment.trials import trials
-from lamina.storage.locks import Lock
+from lamina.storage.leases import take
 
 
 @pytest.fixture
@@ -83,10 +83,10 @@ def test_runs_of_the_loop_engine_are_compared_too(here):
 
 
 def test_two_comparisons_never_share_a_folder(here, capsys):
-    lock = Lock(here / "c")
+    lease = take(here / "c")
     assert call(*command("c")) == 2
-    assert f"process {os.getpid()} is writing" in capsys.readouterr().err
-    lock.release()
+    assert f"process {os.getpid()} on " in capsys.readouterr().err
+    lease.release()
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from lamina.experiment.runs.metrics_file import MetricsFile, open_to_read
 from lamina.experiment.toml import leaves
 from lamina.storage import identity
 from lamina.storage.files import check_writable, writing_to
-from lamina.storage.locks import Lock
+from lamina.storage.leases import is_lease, take
 from lamina.training.history import History
 from lamina.training.metrics import read_primary
 
@@ -29,8 +29,7 @@ NO_PART_OF_IDENTITY = {
 # mlflow.json: of the option --mlflow, which earlier versions had
 FILES = {
     "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
-    "model.safetensors", "diverged.json", "lock", "tensorboard", "mlflow.json", "federation.jsonl",
-    "starts", "partition.json",
+    "model.safetensors", "diverged.json", "tensorboard", "mlflow.json", "federation.jsonl", "starts", "partition.json",
 }  # fmt: skip
 REPLACED = f"replaced{PARTIAL}"  # a file in the folder of a run that is being deleted
 CHOOSE_ANOTHER = "choose another with --out (out=…), or give --overwrite (overwrite=True)"
@@ -238,7 +237,7 @@ def _read(path: Path) -> bytes:
 
 
 def remove_records(folder: Path) -> None:
-    """Delete the files of a run except its lock and its config.json, which marks the folder as lamina's.
+    """Delete the files of a run except its lease and its config.json, which marks the folder as lamina's.
 
     The metrics go first: what a kill leaves behind must not look complete. A file `REPLACED` stays until the caller
     deletes it: without it, what a kill leaves behind would look like a run with lost metrics.
@@ -246,7 +245,7 @@ def remove_records(folder: Path) -> None:
     (folder / REPLACED).touch()
     sync_folder(folder)
     (folder / "metrics.jsonl").unlink(missing_ok=True)
-    for name in sorted(FILES - {"lock", "config.json"}):
+    for name in sorted(FILES - {"config.json"}):
         old = folder / name
         shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
 
@@ -260,24 +259,24 @@ def delete_runs(folder: Path, runs: Iterable[Path]) -> None:
     runs = [run for run in runs if is_ours(run)]
     for run in runs:
         refuse_foreign(run)
-        Lock(run).release()
+        take(run).release()
     (folder / REPLACED).touch()
     sync_folder(folder)
     for run in runs:
-        lock = Lock(run)
+        lease = take(run)
         try:
             with writing_to(run):
                 remove_records(run)
                 shutil.rmtree(run)
         finally:
-            lock.release()
+            lease.release()
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder, without its lock and half-written files."""
+    """Return the names in a folder, without leases and half-written files."""
     with writing_to(folder):
         names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    return [name for name in names if name != "lock" and not name.endswith(PARTIAL)]
+    return [name for name in names if not is_lease(name) and not name.endswith(PARTIAL)]
 
 
 def refuse_foreign(folder: Path) -> None:

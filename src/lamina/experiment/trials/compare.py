@@ -73,7 +73,7 @@ class Comparison(Trials):
 
     def run(self) -> bool:
         """Run what is left; return whether all runs finished."""
-        with self._locked():
+        with self._leased():
             if self._is_replaced:  # all of them first, so that no old run is ever taken for a new one
                 delete_runs(self.folder, [*self.folder.glob("*/seed*"), *self.folder.glob("tuning/*/*")])
                 self._save()

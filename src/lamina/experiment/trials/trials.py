@@ -22,7 +22,7 @@ from lamina.experiment.runs.records import REPLACED, Record, check_folder, read_
 from lamina.experiment.runs.run import restore, resume_histories, train
 from lamina.experiment.runs.tensorboard import TensorBoard
 from lamina.experiment.trials.settings import Settings, written
-from lamina.storage.locks import Lock, lost
+from lamina.storage.leases import Lease, lost, take
 from lamina.training.history import History, Row, mean, score_key, values
 from lamina.training.population import mismatch
 from lamina.training.training import Training
@@ -154,7 +154,7 @@ class Trials:
         self._section, self._overwrite, self._stop, self._tensorboard = section, overwrite, stop, tensorboard
         self._splits: dict[tuple[float | None, int], Splits] = {}  # by held-out fraction and seed
         self._ended: dict[Path, None] = {}  # the folders of runs that have ended
-        self._lock: Lock | None = None
+        self._lease: Lease | None = None
 
     def _load(self, experiment: Experiment) -> Training:
         """Load the data and build one run, whose device all other runs use."""
@@ -190,17 +190,17 @@ class Trials:
         return Job(experiment, self.folder / folder, f"{label}, seed {seed}", tuning, algorithm)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the folder's lock; at the end, raise an error if records of finished runs are gone."""
-        self._lock = Lock(self.folder)
+    def _leased(self) -> Iterator[None]:
+        """Hold the folder's lease; at the end, raise an error if records of finished runs are gone."""
+        self._lease = take(self.folder)
         try:
             yield
-            self._lock.refuse_lost()
+            self._lease.refuse_lost()
             for folder in self._ended:
                 if not (folder / "metrics.jsonl").exists():
                     raise lost(folder)
         finally:
-            self._lock.release()
+            self._lease.release()
 
     @property
     def _is_replaced(self) -> bool:
@@ -209,8 +209,8 @@ class Trials:
 
     def _refuse_lost(self) -> None:
         """Raise an error if the folder was removed, emptied or replaced."""
-        if self._lock is not None:  # several processes may share a study's folder
-            self._lock.refuse_lost()
+        if self._lease is not None:  # several processes may share a study's folder
+            self._lease.refuse_lost()
 
     def _run(self, jobs: Sequence[Job], stop: Callable[[], bool] = lambda: False) -> bool:
         """Run the remaining rounds of jobs, as populations where they can be stacked; return whether all finished.

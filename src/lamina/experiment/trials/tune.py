@@ -35,7 +35,7 @@ from lamina.experiment.trials.settings import Grid, Range, Settings, folder_name
 from lamina.experiment.trials.study import Study, find_space, remove_study
 from lamina.experiment.trials.trials import Job, Trial, Trials, read_begun, refuse_nan
 from lamina.storage.files import as_json, write_csv, write_json, writing_to
-from lamina.storage.locks import turn
+from lamina.storage.leases import turn
 from lamina.training.history import Row, mean
 from lamina.training.metrics import smaller_is_better
 
@@ -174,7 +174,7 @@ class Tuning(Trials):
         return Trial(name, settings, records, self.spec.seeds, pruned)
 
     def _run_grid(self) -> bool:
-        with self._locked():
+        with self._leased():
             self._recognise()
             named = [(folder_name(settings), settings) for settings in self._points]
             trials = [self._jobs(name, settings, written(settings)) for name, settings in named]
