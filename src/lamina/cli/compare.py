@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from lamina.experiment.config import Experiment
     from lamina.experiment.runs.records import Record
     from lamina.experiment.trials.compare import Comparison
-    from lamina.experiment.trials.trials import Job, Trial
+    from lamina.experiment.trials.trial import Trial
+    from lamina.experiment.trials.trials import Job
 
 
 @base.app.command()
@@ -36,10 +37,11 @@ def compare(
 ) -> None:
     """Compare algorithms on the same clients and batches; prints the table and saves the picture.
 
-    Started again, it skips the runs that are complete and resumes the others.
+    Started again, it skips the runs that are complete and resumes the others. Several of these commands at once, on
+    any machines that share the folder, share the work.
     """
     from lamina.experiment.config import load
-    from lamina.experiment.trials.trials import refuse_all_diverged
+    from lamina.experiment.trials.trial import refuse_all_diverged
 
     chosen = list(overrides or [])
     if names is not None:
@@ -84,10 +86,16 @@ def run_comparison(
         follow(comparison, bars)
         if not bars.live:
             comparison.on_end = print_end
+        comparison.on_wait = print_wait
         finished = comparison.run()
     if comparison.entries:
         show(comparison)
     return comparison, finished
+
+
+def print_wait(runs: int) -> None:
+    """Print that only runs of other processes are left."""
+    base.echo_progress(f"waiting for {plural(runs, 'run')} of other processes")
 
 
 def print_ending(run: str, record: Record, score_name: str) -> None:
@@ -104,13 +112,15 @@ def print_ending(run: str, record: Record, score_name: str) -> None:
 def show(comparison: Comparison) -> None:
     """Save the picture and the report of the finished runs; print their table and notes about them."""
     from lamina.api.results import ComparisonResult
+    from lamina.storage.leases import turn
 
     result = ComparisonResult(comparison)
-    result.plot(result.folder / "comparison.png")
+    with turn(result.folder):  # other processes may write there
+        result.plot(result.folder / "comparison.png")
+        page = write_page(result)
     base.out.print(comparison_table(comparison.entries, comparison.target))
     for line in result.notes:
         echo(f"note: {line}")
-    page = write_page(result)
     echo(f"runs, picture and tables in {result.folder}/")
     echo(f"report: {page}" if page else "for an interactive report: pip install -e '.[report]'")
 

@@ -16,7 +16,7 @@ from lamina.cli.compare import run_comparison
 
 if TYPE_CHECKING:
     from lamina.experiment.trials.claims import Finding
-    from lamina.experiment.trials.trials import Trial
+    from lamina.experiment.trials.trial import Trial
 
 Scale = Literal["full", "small"]
 
@@ -42,11 +42,13 @@ def reproduce(
 ) -> None:
     """Run a comparison that a paper reports; prints the paper's numbers beside ours and whether its claims hold.
 
-    Started again, it skips the runs that are complete and resumes the others.
+    Started again, it skips the runs that are complete and resumes the others. Several of these commands at once, on
+    any machines that share the folder, share the work.
     """
     from lamina.experiment.config import load
     from lamina.experiment.trials import claims, reproduction
-    from lamina.experiment.trials.trials import refuse_all_diverged
+    from lamina.experiment.trials.trial import refuse_all_diverged
+    from lamina.storage.leases import turn
 
     file = reproduction.find(name)
     if copy is not None:
@@ -72,7 +74,8 @@ def reproduce(
         rounds = next(iter(experiments.values())).train.rounds
         wanted = [reproduction.in_reach(claim, rounds) for claim in wanted]
     findings = [claims.evaluate(claim, entries) for claim in wanted]
-    reproduction.save(findings, path, scale)
+    with turn(path):  # other processes may write there
+        reproduction.save(findings, path, scale)
     show(findings, scale)
     if overrides:
         echo(f"note: not as in the file: {', '.join(overrides)}")

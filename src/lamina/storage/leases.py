@@ -103,7 +103,7 @@ class Lease:
     """The right to write to a folder, renewed by a thread until it is released; made by `take` and `claim`."""
 
     def __init__(self, path: Path, *, settings: Mapping[str, Any] | None = None) -> None:
-        self.path, self.is_new_folder = path, not path.parent.exists()
+        self.path, self._is_new_folder = path, not path.parent.exists()
         self._process, self._count = os.getpid(), 0
         self._facts = {
             "process": self._process,
@@ -170,10 +170,13 @@ class Lease:
         )
 
     def release(self) -> None:
-        """Let other processes write to the folder."""
+        """Let other processes write to the folder; remove it if it is new and empty."""
         _renewed.discard(self)
         if self.is_ours:
             self.path.unlink(missing_ok=True)
+            if self._is_new_folder:
+                with contextlib.suppress(OSError):  # it is not empty
+                    self.path.parent.rmdir()
 
 
 class Renewal:
@@ -266,6 +269,11 @@ def others(folder: Path, own: Lease | None = None) -> list[Owner]:
     """Return the other processes that are certain to have joined a folder; remove what killed ones have left."""
     paths = [path for path in folder.glob(f"{NAME}-????????") if own is None or path != own.path]
     return [owner for path in paths if (owner := _certain_owner(path)) is not None]
+
+
+def count_joined(folder: Path) -> int:
+    """Return how many processes seem to have joined a folder."""
+    return sum(1 for _ in folder.glob(f"{NAME}-????????"))
 
 
 def is_held(folder: Path) -> bool:

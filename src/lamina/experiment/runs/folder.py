@@ -323,16 +323,13 @@ class RunFolder:
             raise BadInput(f"{error}{kept}") from error
 
     def close(self) -> None:
-        """Release the folder; remove it if it is new and nothing was written."""
+        """Release the folder, which is removed if it is new and nothing was written."""
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._metrics is not None:
             with contextlib.suppress(OSError):  # a full disk, which the failed round has reported
                 self._metrics.close()
         self._lease.release()
-        if self._metrics is None and self._lease.is_new_folder:
-            with contextlib.suppress(OSError):
-                self.path.rmdir()
 
     def __enter__(self) -> RunFolder:
         return self

@@ -24,7 +24,7 @@ FORMAT = 1  # of a run's folder; others are refused
 # keys that do not change the result, and so do not tell one run from another
 NO_PART_OF_IDENTITY = {
     "lamina", "format", "title", "metrics", "data.dir", "run.out", "run.threads", "run.checkpoint_every",
-    "run.accept_changed_code",
+    "run.accept_changed_code", "workers",
 }  # fmt: skip
 # mlflow.json: of the option --mlflow, which earlier versions had
 FILES = {
@@ -181,15 +181,26 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int
         now: the configuration of the run that is to use the folder.
         finished: how many rounds the stored run has; asking for as many or more makes no other run.
     """
-    a, b = flatten(stored), flatten(now)
+    a, b = _identity(stored), _identity(now)
     if b["train.rounds"] >= finished:
         a["train.rounds"] = b["train.rounds"]
     for flat in (a, b):
-        for key in [key for key in flat if key in NO_PART_OF_IDENTITY or key.startswith(("compare.", "code."))]:
+        for key in [key for key in flat if key.startswith(("compare.", "code."))]:
             del flat[key]
-        if "run.device" in flat:
-            flat["run.device"] = str(flat["run.device"]).partition(":")[0]  # which of several GPUs makes no difference
     return identity.differences(a, b)
+
+
+def setting_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return the keys that tell two configurations apart, in a line with both values; empty if they are the same."""
+    return identity.differences(_identity(one), _identity(other))
+
+
+def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dotted keys of a configuration that change the result."""
+    flat = {key: value for key, value in flatten(config).items() if key not in NO_PART_OF_IDENTITY}
+    if "run.device" in flat:
+        flat["run.device"] = str(flat["run.device"]).partition(":")[0]  # which of several GPUs makes no difference
+    return flat
 
 
 def accepted_changes(stored: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> str:

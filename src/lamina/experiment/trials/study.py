@@ -56,7 +56,7 @@ def _is_range(table: Any) -> bool:
 class Study:
     """The study in a tuning's folder, and the one trial of it that this process runs.
 
-    Problems with its file raise `BadInput`. `open` and `claim` are called while no other process uses the folder.
+    Problems with its file raise `BadInput`. The caller sees to it that no other process uses the study meanwhile.
     """
 
     def __init__(self, folder: Path, space: Mapping[str, Range], *, pruner: str, rounds: int, seed: int) -> None:
@@ -144,6 +144,11 @@ class Study:
                 self._study.tell(self._trial.number, state=states.PRUNED if outcome == "pruned" else states.FAIL)
             else:
                 self._study.tell(self._trial.number, outcome)
+
+    @property
+    def running(self) -> int:
+        """Return how many trials have not ended."""
+        return sum(map(self._is_running, self._trials()))
 
     def release(self) -> None:
         """Release the claimed trial; if it has not ended, the next process that looks resumes it."""
