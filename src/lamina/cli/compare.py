@@ -11,8 +11,10 @@ import typer
 from rich.table import Table
 
 from lamina.base.text import plural
+from lamina.base.workers import this_worker
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, TensorBoard, echo
+from lamina.cli.workers import Slurm, Workers, launch
 
 if TYPE_CHECKING:
     from lamina.api.results import ComparisonResult
@@ -34,6 +36,8 @@ def compare(
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     tensorboard: TensorBoard = False,
+    workers: Workers = 1,
+    slurm: Slurm = None,
 ) -> None:
     """Compare algorithms on the same clients and batches; prints the table and saves the picture.
 
@@ -41,6 +45,7 @@ def compare(
     any machines that share the folder, share the work.
     """
     from lamina.experiment.config import load
+    from lamina.experiment.trials.compare import count_runs
     from lamina.experiment.trials.trial import refuse_all_diverged
 
     chosen = list(overrides or [])
@@ -50,6 +55,8 @@ def compare(
         chosen.append(f"compare.seeds={seeds}")
     experiment = load(file, chosen)
     path = out_folder or Path("runs") / f"{file.stem}-compare"
+    if launch(workers, slurm, count_runs(experiment), path, [(path, experiment.compare)] * overwrite):
+        return
     comparison, finished = run_comparison(experiment, path, base.Stop(), overwrite, tensorboard)
     if not finished:
         shown = "; table, picture and CSV are of the finished runs" if comparison.entries else ""
@@ -81,14 +88,16 @@ def run_comparison(
         data = experiment.compare.select if job.tuning else "test"
         print_ending(which, record, f"best {data} {record.history.metric}")
 
-    comparison = Comparison(experiment, path, overwrite=overwrite, stop=stop, tensorboard=tensorboard)
+    worker = this_worker()
+    options = {"overwrite": overwrite, "tensorboard": tensorboard, "workers": worker.count}
+    comparison = Comparison(experiment, path, stop=stop, **options)
     with stop, base.round_bars(experiment.compare.algorithms) as bars:
         follow(comparison, bars)
         if not bars.live:
             comparison.on_end = print_end
         comparison.on_wait = print_wait
         finished = comparison.run()
-    if comparison.entries:
+    if comparison.entries and worker.number == 1:
         show(comparison)
     return comparison, finished
 

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lamina.base.workers import this_worker
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, echo, out
 from lamina.cli.compare import print_ending, print_wait
+from lamina.cli.workers import Slurm, Workers, launch
 
 if TYPE_CHECKING:
     from lamina.experiment.trials.tune import Tuning
@@ -27,6 +29,8 @@ def tune(
     out_folder: Annotated[Path | None, typer.Option("--out", help="folder for runs, picture and tables")] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
+    workers: Workers = 1,
+    slurm: Slurm = None,
 ) -> None:
     """Try a grid of values, or let Optuna propose them; prints all scores and saves the best configuration.
 
@@ -35,7 +39,7 @@ def tune(
     """
     from lamina.experiment.config import load
     from lamina.experiment.trials.trial import refuse_all_diverged
-    from lamina.experiment.trials.tune import Tuning
+    from lamina.experiment.trials.tune import Tuning, count_runs
     from lamina.storage.leases import turn
 
     chosen = list(overrides or [])
@@ -44,8 +48,11 @@ def tune(
     if seeds is not None:
         chosen.append(f"tune.seeds={seeds}")
     experiment = load(file, chosen)
-    stop = base.Stop()
-    tuning = Tuning(experiment, out_folder or Path("runs") / f"{file.stem}-tune", overwrite=overwrite, stop=stop)
+    path = out_folder or Path("runs") / f"{file.stem}-tune"
+    if launch(workers, slurm, count_runs(experiment), path, [(path, experiment.tune)] * overwrite):
+        return
+    stop, worker = base.Stop(), this_worker()
+    tuning = Tuning(experiment, path, overwrite=overwrite, stop=stop, workers=worker.count)
     rounds = tuning.count * experiment.tune.seeds * experiment.train.rounds
     with stop, base.round_bars(["tuning"], total=rounds) as bars:
         tuning.on_round = lambda job, row: bars.update("tuning", row, advance=1, state=job.label)
@@ -53,8 +60,9 @@ def tune(
             tuning.on_end = lambda job, record: print_ending(job.label, record, tuning.score_name)
         tuning.on_wait = print_wait
         finished = tuning.run()
-    with turn(tuning.folder):  # other processes may write tables there
-        save_picture(tuning)
+    if worker.number == 1:
+        with turn(tuning.folder):  # other processes may write tables there
+            save_picture(tuning)
     show(tuning)
     if not finished:
         raise Interrupted(f"stopped after a round; {base.how_to_resume(overwrite)}")

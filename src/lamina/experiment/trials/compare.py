@@ -254,6 +254,12 @@ def all_points(experiment: Experiment) -> dict[str, list[Settings]]:
     return choices
 
 
+def count_runs(experiment: Experiment) -> int:
+    """Return how many runs a comparison has, those that only help to choose settings included."""
+    choices = all_points(experiment).values()
+    return sum(experiment.compare.seeds + (len(choice) if len(choice) > 1 else 0) for choice in choices)
+
+
 def points_of(experiment: Experiment, name: str) -> list[Settings]:
     """Return the settings to try for an algorithm: a rate, and options if its grid has any."""
     spec, rate = experiment.compare, experiment.train.lr

@@ -22,7 +22,7 @@ from lamina.experiment.build import build, hold_out, load_data, resolved
 from lamina.experiment.config import Compare, Experiment, Tune
 from lamina.experiment.runs.folder import RunFolder
 from lamina.experiment.runs.log_lines import LogLines
-from lamina.experiment.runs.records import REPLACED, Record, check_folder, read_record, setting_differences
+from lamina.experiment.runs.records import REPLACED, Record, check_folder, names_in, read_record, setting_differences
 from lamina.experiment.runs.run import restore, resume_histories, train
 from lamina.experiment.runs.tensorboard import TensorBoard
 from lamina.storage.files import as_json
@@ -162,10 +162,7 @@ class Trials:
     def _refuse_to_join(self, owner: Owner) -> None:
         """Raise an error if this process cannot share the folder with another one."""
         if self._overwrite:
-            raise BadInput(
-                f"{owner} works in the folder '{self.folder}', and --overwrite would delete its runs: run the command "
-                "without --overwrite to share the work, or end that process first"
-            )
+            raise in_use(owner, self.folder)
         differing = setting_differences(owner.settings or {}, as_json(self._config))
         if differing:
             raise BadInput(
@@ -332,6 +329,25 @@ class Trials:
         if (held_out, seed) not in self._splits:
             self._splits[held_out, seed] = hold_out(experiment, self._loaded.train)
         return self._splits[held_out, seed]
+
+
+def mark_replaced(folder: Path, section: Compare | Tune) -> None:
+    """Let the first of several workers that joins the folder delete its runs; refuse if a process works there."""
+    kind, key = ("compare", "algorithms") if isinstance(section, Compare) else ("tune", "tuning")
+    check_folder(folder, key, f"those of lamina {kind}", overwrite=True)
+    with turn(folder):
+        for owner in others(folder):
+            raise in_use(owner, folder)
+        if names_in(folder):
+            (folder / REPLACED).touch()
+
+
+def in_use(owner: Owner, folder: Path) -> BadInput:
+    """Return the error of an --overwrite of a folder that another process works in."""
+    return BadInput(
+        f"{owner} works in the folder '{folder}', and --overwrite would delete its runs: run the command without "
+        "--overwrite to share the work, or end that process first"
+    )
 
 
 def has_ended(job: Job) -> bool:

@@ -80,6 +80,12 @@ def find_grid(experiment: Experiment) -> Grid:
     return grid
 
 
+def count_runs(experiment: Experiment) -> int:
+    """Return how many runs a tuning has."""
+    spec = experiment.tune
+    return spec.seeds * (len(points(find_grid(experiment))) if spec.sampler == "grid" else spec.trials)
+
+
 def with_settings(experiment: Experiment, settings: Settings) -> Experiment:
     """Return the experiment with some keys set, validated as a file would be."""
     tree = experiment.model_dump(exclude_unset=True)
