@@ -142,10 +142,15 @@ def test_a_grid_and_a_study_are_shared(here):
 
 @pytest.mark.long
 def test_a_reproduction_is_shared(here):
-    arguments = ["reproduce", "lamb-mnist-mlp-epochs1", "--scale", "small", "--quiet"]
-    assert call(*arguments, "--out", "alone") == 0
-    work([*arguments, "--out", "c"], workers=3, seed=0, folder="c")
+    claim = "[[claim]]\ntext = 'it helps'\nkind = 'order'\nexpect = ['scaffold@fast', 'scaffold', 'fedavg']\n"
+    Path("claims.toml").write_text(f"{TOML}{claim}variants = {{ fast = ['train.batch_size=32'] }}\n")
+    arguments = ["reproduce", str(here / "claims.toml"), "--quiet", "--set", "train.rounds=30"]
+    assert call(*arguments, "--out", str(here / "alone")) == 0
+    work([*arguments, "--out", str(here / "c")], seed=0, folder="c")
     assert Path("c/claims.json").read_bytes() == Path("alone/claims.json").read_bytes()
+    for variant in ("as-given", "fast"):
+        for file in ("tuning.csv", "config.json"):
+            assert Path("c", variant, file).read_bytes() == Path("alone", variant, file).read_bytes()
 
 
 def test_a_stopped_process_finds_its_runs_taken_over(here, monkeypatch):
