@@ -12,6 +12,7 @@ import pytest
 
 from comparisons import RUNS, TOML, assert_same_comparison, command
 from helpers import HELD_UP, call, count, rows, skip_pictures, start, words
+from lamina.base.workers import Worker
 from lamina.experiment.config import load
 from lamina.experiment.trials.compare import Comparison
 from lamina.storage import leases
@@ -32,7 +33,7 @@ def here(empty_folder, monkeypatch):
 def logged(folder):
     """How often the log of a run says that it began, and that it is complete."""
     text = (Path(folder) / "log.txt").read_text()
-    return len(re.findall("rounds, stacked on", text)), len(re.findall("complete after", text))
+    return len(re.findall("rounds, (?:stacked|loop) on", text)), len(re.findall("complete after", text))
 
 
 def assert_trained_once(folder, runs):
@@ -55,8 +56,7 @@ def hold(folder):
 
 def work(arguments, workers=3, seed=None, folder=None):
     """Run the same command in several processes; with a seed, kill and replace one of them at random, five times."""
-    environment = {"LAMINA_WORKER": f"1/{workers}"}
-    running = [start(arguments, environment=environment) for _ in range(workers)]
+    running = [start(arguments) for _ in range(workers)]
     draw, kills = random.Random(seed), 0 if seed is None else 5
     for _ in range(kills):
         before, deadline = count(folder), time.monotonic() + 10
@@ -67,7 +67,7 @@ def work(arguments, workers=3, seed=None, folder=None):
         running[victim].join(HELD_UP)
         if running[victim].exitcode == 0:  # all was done
             break
-        running[victim] = start(arguments, environment=environment)
+        running[victim] = start(arguments)
     for process in running:
         process.join(HELD_UP)
     assert [process.exitcode for process in running] == [0] * workers
@@ -119,7 +119,8 @@ def test_three_processes_compare_as_one_does(here):
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 5))])
 def test_workers_that_are_killed_lose_nothing(here, seed):
-    more = ("train.rounds=30", "compare.seeds=3")
+    """With the loop engine: stacked runs, of which a kill left some without a checkpoint, resume apart and round so."""
+    more = ("train.rounds=30", "compare.seeds=3", "run.engine=loop")
     assert call(*command("alone", *more)) == 0
     work(command("c", *more), seed=seed, folder="c")
     runs = [*RUNS, "fedavg/seed2", "scaffold/seed2"]
@@ -128,6 +129,7 @@ def test_workers_that_are_killed_lose_nothing(here, seed):
         assert logged(Path("c", run))[1] <= 1, run  # none, if it was killed between the model and this line
 
 
+@pytest.mark.long
 def test_a_grid_and_a_study_are_shared(here):
     pytest.importorskip("optuna")
     for name, settings in (("grid", GRID), ("study", STUDY)):
@@ -141,10 +143,33 @@ def test_a_grid_and_a_study_are_shared(here):
 
 
 @pytest.mark.long
+def test_split_populations_are_those_of_as_many_workers_in_any_order(here, monkeypatch):
+    monkeypatch.setenv("LAMINA_WORKER", "1/3/1")
+    assert call(*command("alone")) == 0
+    running = [start(command("c"), environment=Worker(1, 3).environment()) for _ in range(3)]
+    for process in running:
+        process.join(HELD_UP)
+    assert [process.exitcode for process in running] == [0, 0, 0]
+    assert_same_comparison("alone", "c")
+    monkeypatch.delenv("LAMINA_WORKER")
+    assert call(*command("plain")) == 0
+    for run in RUNS:
+        assert rows(Path("plain", run)) == [pytest.approx(row, rel=1e-4) for row in rows(Path("c", run))]
+
+
+@pytest.mark.long
 def test_a_reproduction_is_shared(here):
     claim = "[[claim]]\ntext = 'it helps'\nkind = 'order'\nexpect = ['scaffold@fast', 'scaffold', 'fedavg']\n"
     Path("claims.toml").write_text(f"{TOML}{claim}variants = {{ fast = ['train.batch_size=32'] }}\n")
-    arguments = ["reproduce", str(here / "claims.toml"), "--quiet", "--set", "train.rounds=30"]
+    arguments = [
+        "reproduce",
+        str(here / "claims.toml"),
+        "--quiet",
+        "--set",
+        "train.rounds=30",
+        "--set",
+        "run.engine=loop",
+    ]
     assert call(*arguments, "--out", str(here / "alone")) == 0
     work([*arguments, "--out", str(here / "c")], seed=0, folder="c")
     assert Path("c/claims.json").read_bytes() == Path("alone/claims.json").read_bytes()
