@@ -25,7 +25,7 @@ from lamina.experiment.config import Claim, Experiment, load
 from lamina.experiment.runs.records import Record, find_records, flatten, read_json
 from lamina.experiment.trials import claims, reproduction
 from lamina.experiment.trials.settings import Range
-from lamina.experiment.trials.trials import Trial
+from lamina.experiment.trials.trial import Trial
 from lamina.storage.files import as_json, write_json
 from lamina.training.history import History, Row
 from lamina.training.metrics import DIAGNOSTICS

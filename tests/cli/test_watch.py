@@ -9,7 +9,7 @@ import pytest
 from helpers import call
 from lamina import cli
 from lamina.cli import watch
-from lamina.storage.locks import Lock
+from lamina.storage.leases import take
 
 CONFIG = {
     "lamina": "0",
@@ -49,9 +49,9 @@ def frame(capsys, folder):
 
 def test_a_running_run(capsys):
     run = make_run("run", 4)
-    lock = Lock(run)
+    lease = take(run)
     shown = frame(capsys, run)
-    lock.release()
+    lease.release()
     for part in ("run: fedavg lr 0.1 seed 0, running", "4/10", "0.4, best 0.4", "0.25, best 0.25", "2 rounds/s",
                  "0:00:03"):  # fmt: skip
         assert part in shown
@@ -71,10 +71,10 @@ def test_runs_that_have_stopped(capsys):
 
 def test_a_folder_of_runs(capsys):
     make_run("runs/a", 10)
-    lock = Lock(make_run("runs/b/seed0", 5))
+    lease = take(make_run("runs/b/seed0", 5))
     make_run("runs/c", 0)
     shown = frame(capsys, "runs").splitlines()
-    lock.release()
+    lease.release()
     assert [row.split()[:3] for row in shown[1:4]] == [
         ["b/seed0", "running", "5/10"], ["a", "complete", "10/10"], ["c", "stopped", "0/10"]
     ]  # fmt: skip
@@ -86,11 +86,11 @@ def test_a_narrow_terminal_shows_fewer_columns_and_those_whole(capsys, monkeypat
     for name in ("fedavg", "fedlamb"):
         for seed in range(3):
             make_run(f"runs/{name}/seed{seed}", 10)
-    lock = Lock(make_run("runs/scaffold/seed0", 5))
+    lease = take(make_run("runs/scaffold/seed0", 5))
     monkeypatch.setattr(watch.out, "width", width)
     monkeypatch.setattr(cli, "WIDTH_FOR_PROGRAMS", width)
     shown = frame(capsys, "runs").splitlines()
-    lock.release()
+    lease.release()
     words = [line.split() for line in shown[1:8]]
     runs = ["scaffold/seed0", *(f"{name}/seed{seed}" for name in ("fedavg", "fedlamb") for seed in range(3))]
     assert [line[0] for line in words] == runs
@@ -103,7 +103,7 @@ def test_a_narrow_terminal_shows_fewer_columns_and_those_whole(capsys, monkeypat
 
 def test_it_ends_with_the_run(capsys, monkeypatch):
     run = make_run("run", 8)
-    lock = Lock(run)
+    lease = take(run)
     looks = []
 
     def a_round_later(_):
@@ -111,7 +111,7 @@ def test_it_ends_with_the_run(capsys, monkeypatch):
         with (run / "metrics.jsonl").open("a") as file:
             file.write(line(9 + len(looks) - 1) if len(looks) <= 2 else "")
         if len(looks) == 3:
-            lock.release()
+            lease.release()
 
     monkeypatch.setattr(time, "sleep", a_round_later)
     assert call("watch", "run") == 0
@@ -120,20 +120,20 @@ def test_it_ends_with_the_run(capsys, monkeypatch):
 
 
 def test_ctrl_c_ends_it(monkeypatch):
-    lock = Lock(make_run("run", 3))
+    lease = take(make_run("run", 3))
 
     def interrupt(_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(time, "sleep", interrupt)
     assert call("watch", "run") == 0
-    lock.release()
+    lease.release()
 
 
 def test_a_run_before_its_first_round(capsys):
-    lock = Lock(Path("run"))
+    lease = take(Path("run"))
     assert frame(capsys, "run") == "run: waiting for the first round\n"
-    lock.release()
+    lease.release()
     assert call("watch", "run", "--once") == 2
     assert "no run in 'run'" in capsys.readouterr().err
 
@@ -145,14 +145,14 @@ def test_no_folder(capsys):
 
 def test_looking_does_not_keep_a_run_from_starting():
     run = make_run("run", 3)
-    assert not watch.is_locked(run)
-    Lock(run).release()
+    assert not watch.is_held(run)
+    take(run).release()
 
 
 def test_the_speed_seen_counts_more_than_the_recorded_one(monkeypatch):
     """Runs side by side record their share of the time only."""
     run = make_run("run", 4)
-    lock = Lock(run)
+    lease = take(run)
     clock = iter([100.0, 104.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     view = watch.View(run)
@@ -161,5 +161,5 @@ def test_the_speed_seen_counts_more_than_the_recorded_one(monkeypatch):
         file.write(line(5))
     with watch.out.capture() as printed:
         watch.out.print(view.frame())
-    lock.release()
+    lease.release()
     assert "0.25 rounds/s" in printed.get()

@@ -73,7 +73,7 @@ def test_the_run_folder_is_that_of_a_simulation(tmp_path):
     setup = Setup(tmp_path, "fedlamb", rounds=2)
     setup.run()
     assert {path.name for path in setup.out.iterdir()} >= {
-        "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "model.safetensors", "lock",
+        "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "model.safetensors",
         "best.safetensors", "federation.jsonl",
     }  # fmt: skip
     made = report.build([setup.out])

@@ -8,7 +8,7 @@ import pytest
 
 from lamina import History
 from lamina.experiment.runs.records import Record
-from lamina.experiment.trials.trials import Trial
+from lamina.experiment.trials.trial import Trial
 from lamina.report import build, figures
 from lamina.report.figures import rates_figure
 from lamina.report.rates import Response

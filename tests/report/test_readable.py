@@ -15,7 +15,7 @@ from lamina.report import figures
 from lamina.report.build import build
 from lamina.report.figures import curve_figure, metrics_of
 from lamina.report.tables import results_table, runs_tables
-from lamina.storage.locks import Lock
+from lamina.storage.leases import take
 
 SMALL = '[data]\nclients = 1\n[model]\nname = "mlp"\nhidden = 4\n[train]\nrounds = 1\n'
 OWN = """
@@ -90,21 +90,21 @@ def test_watch_shows_whole_names_on_a_narrow_terminal(here, capsys, monkeypatch)
 
 
 def test_watch_waits_for_a_run_in_a_folder_of_runs_before_its_first_round(here, capsys):
-    lock = Lock(Path("runs/new"))
+    lease = take(Path("runs/new"))
     assert call("watch", "runs", "--once") == 0
-    lock.release()
+    lease.release()
     assert capsys.readouterr().out == "runs: waiting for the first round\n"
 
 
 def test_watch_continues_while_a_second_run_has_not_finished_a_round(here, monkeypatch):
     assert call("run", "small.toml", "--quiet", "--out", "runs/old") == 0
-    lock = Lock(Path("runs/new"))
+    lease = take(Path("runs/new"))
     looks = []
 
     def look(_):
         looks.append(1)
         if len(looks) == 3:
-            lock.release()
+            lease.release()
 
     monkeypatch.setattr(time, "sleep", look)
     assert call("watch", "runs") == 0
@@ -114,9 +114,9 @@ def test_watch_continues_while_a_second_run_has_not_finished_a_round(here, monke
 def test_watch_shows_a_run_whose_metrics_are_still_empty(here, capsys):
     assert call("run", "small.toml", "--quiet", "--out", "run") == 0
     (here / "run" / "metrics.jsonl").write_text("")
-    lock = Lock(Path("run"))
+    lease = take(Path("run"))
     assert call("watch", "run", "--once") == 0
-    lock.release()
+    lease.release()
     assert "0/1" in capsys.readouterr().out
 
 

@@ -13,6 +13,7 @@ import pytest
 from lamina import cli
 from lamina.experiment.runs.records import Record
 from lamina.experiment.trials import trials
+from lamina.experiment.trials.trial import Trial
 
 HELD_UP = 60  # seconds; nothing here takes so long
 
@@ -116,7 +117,7 @@ def trial(name, histories, title="", lr=0.1, diverged=None):
         Record(Path(), {**config, "train": {"lr": lr, "seed": seed, "rounds": len(history)}}, history, {}, diverged)
         for seed, history in enumerate(histories)
     ]
-    return trials.Trial(name, {"lr": lr}, records, len(records))
+    return Trial(name, {"lr": lr}, records, len(records))
 
 
 def populations(monkeypatch):

@@ -18,7 +18,8 @@ from lamina.data.drawing import save_picture
 from lamina.experiment.config import Train
 from lamina.experiment.runs.records import Record, find_records
 from lamina.experiment.trials.compare import Comparison
-from lamina.experiment.trials.trials import Job, refuse_all_diverged
+from lamina.experiment.trials.trial import refuse_all_diverged
+from lamina.experiment.trials.trials import Job
 from lamina.experiment.trials.tune import Tuning
 from lamina.report import tables
 from lamina.report.build import build, describe_data

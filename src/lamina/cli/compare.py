@@ -11,15 +11,18 @@ import typer
 from rich.table import Table
 
 from lamina.base.text import plural
+from lamina.base.workers import this_worker
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, TensorBoard, echo
+from lamina.cli.workers import Slurm, Workers, launch
 
 if TYPE_CHECKING:
     from lamina.api.results import ComparisonResult
     from lamina.experiment.config import Experiment
     from lamina.experiment.runs.records import Record
     from lamina.experiment.trials.compare import Comparison
-    from lamina.experiment.trials.trials import Job, Trial
+    from lamina.experiment.trials.trial import Trial
+    from lamina.experiment.trials.trials import Job
 
 
 @base.app.command()
@@ -33,13 +36,17 @@ def compare(
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     tensorboard: TensorBoard = False,
+    workers: Workers = 1,
+    slurm: Slurm = None,
 ) -> None:
     """Compare algorithms on the same clients and batches; prints the table and saves the picture.
 
-    Started again, it skips the runs that are complete and resumes the others.
+    Started again, it skips the runs that are complete and resumes the others. Several of these commands at once, on
+    any machines that share the folder, share the work.
     """
     from lamina.experiment.config import load
-    from lamina.experiment.trials.trials import refuse_all_diverged
+    from lamina.experiment.trials.compare import count_runs
+    from lamina.experiment.trials.trial import refuse_all_diverged
 
     chosen = list(overrides or [])
     if names is not None:
@@ -48,6 +55,8 @@ def compare(
         chosen.append(f"compare.seeds={seeds}")
     experiment = load(file, chosen)
     path = out_folder or Path("runs") / f"{file.stem}-compare"
+    if launch(workers, slurm, count_runs(experiment), path, [(path, experiment.compare)] * overwrite):
+        return
     comparison, finished = run_comparison(experiment, path, base.Stop(), overwrite, tensorboard)
     if not finished:
         shown = "; table, picture and CSV are of the finished runs" if comparison.entries else ""
@@ -79,15 +88,23 @@ def run_comparison(
         data = experiment.compare.select if job.tuning else "test"
         print_ending(which, record, f"best {data} {record.history.metric}")
 
-    comparison = Comparison(experiment, path, overwrite=overwrite, stop=stop, tensorboard=tensorboard)
+    worker = this_worker()
+    options = {"overwrite": overwrite, "tensorboard": tensorboard, "workers": worker.count}
+    comparison = Comparison(experiment, path, stop=stop, **options)
     with stop, base.round_bars(experiment.compare.algorithms) as bars:
         follow(comparison, bars)
         if not bars.live:
             comparison.on_end = print_end
+        comparison.on_wait = print_wait
         finished = comparison.run()
-    if comparison.entries:
+    if comparison.entries and worker.number == 1:
         show(comparison)
     return comparison, finished
+
+
+def print_wait(runs: int) -> None:
+    """Print that only runs of other processes are left."""
+    base.echo_progress(f"waiting for {plural(runs, 'run')} of other processes")
 
 
 def print_ending(run: str, record: Record, score_name: str) -> None:
@@ -104,13 +121,15 @@ def print_ending(run: str, record: Record, score_name: str) -> None:
 def show(comparison: Comparison) -> None:
     """Save the picture and the report of the finished runs; print their table and notes about them."""
     from lamina.api.results import ComparisonResult
+    from lamina.storage.leases import turn
 
     result = ComparisonResult(comparison)
-    result.plot(result.folder / "comparison.png")
+    with turn(result.folder):  # other processes may write there
+        result.plot(result.folder / "comparison.png")
+        page = write_page(result)
     base.out.print(comparison_table(comparison.entries, comparison.target))
     for line in result.notes:
         echo(f"note: {line}")
-    page = write_page(result)
     echo(f"runs, picture and tables in {result.folder}/")
     echo(f"report: {page}" if page else "for an interactive report: pip install -e '.[report]'")
 

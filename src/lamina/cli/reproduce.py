@@ -13,10 +13,11 @@ from lamina.base.errors import BadInput
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, echo
 from lamina.cli.compare import run_comparison
+from lamina.cli.workers import Slurm, Workers, launch
 
 if TYPE_CHECKING:
     from lamina.experiment.trials.claims import Finding
-    from lamina.experiment.trials.trials import Trial
+    from lamina.experiment.trials.trial import Trial
 
 Scale = Literal["full", "small"]
 
@@ -39,14 +40,19 @@ def reproduce(
     out_folder: Annotated[Path | None, typer.Option("--out", help="folder for runs, pictures and tables")] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
+    workers: Workers = 1,
+    slurm: Slurm = None,
 ) -> None:
     """Run a comparison that a paper reports; prints the paper's numbers beside ours and whether its claims hold.
 
-    Started again, it skips the runs that are complete and resumes the others.
+    Started again, it skips the runs that are complete and resumes the others. Several of these commands at once, on
+    any machines that share the folder, share the work.
     """
     from lamina.experiment.config import load
     from lamina.experiment.trials import claims, reproduction
-    from lamina.experiment.trials.trials import refuse_all_diverged
+    from lamina.experiment.trials.compare import count_runs
+    from lamina.experiment.trials.trial import refuse_all_diverged
+    from lamina.storage.leases import turn
 
     file = reproduction.find(name)
     if copy is not None:
@@ -58,13 +64,16 @@ def reproduce(
         for note in filter(None, (reproduction.too_short(claim, experiments) for claim in wanted)):
             echo(f"note: {note}")
     path = out_folder or Path("runs") / (file.stem + "-small" * (scale == "small"))
+    places = {variant: path / (variant or reproduction.FOLDER_AS_GIVEN) for variant in experiments}
+    replaced = [(place, experiments[variant].compare) for variant, place in places.items()] * overwrite
+    if launch(workers, slurm, max(map(count_runs, experiments.values())), path, replaced):
+        return
     entries: dict[str, Trial] = {}
     stop = base.Stop()  # shared by all variants: a stop in the last round of one keeps the next from starting
     for variant, experiment in experiments.items():
         if variant:
             echo(f"{variant}:")
-        place = path / (variant or reproduction.FOLDER_AS_GIVEN)
-        comparison, finished = run_comparison(experiment, place, stop, overwrite)
+        comparison, finished = run_comparison(experiment, places[variant], stop, overwrite)
         entries |= {f"{entry.name}@{variant}" if variant else entry.name: entry for entry in comparison.entries}
         if not finished or (stop() and variant != list(experiments)[-1]):
             raise Interrupted(f"stopped after a round; {base.how_to_resume(overwrite)}")
@@ -72,7 +81,8 @@ def reproduce(
         rounds = next(iter(experiments.values())).train.rounds
         wanted = [reproduction.in_reach(claim, rounds) for claim in wanted]
     findings = [claims.evaluate(claim, entries) for claim in wanted]
-    reproduction.save(findings, path, scale)
+    with turn(path):  # other processes may write there
+        reproduction.save(findings, path, scale)
     show(findings, scale)
     if overrides:
         echo(f"note: not as in the file: {', '.join(overrides)}")

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lamina.base.text import plural
+from lamina.base.workers import this_worker
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, echo, out
-from lamina.cli.compare import print_ending
+from lamina.cli.compare import print_ending, print_wait
+from lamina.cli.workers import Slurm, Workers, launch
 
 if TYPE_CHECKING:
     from lamina.experiment.trials.tune import Tuning
@@ -28,16 +29,18 @@ def tune(
     out_folder: Annotated[Path | None, typer.Option("--out", help="folder for runs, picture and tables")] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
+    workers: Workers = 1,
+    slurm: Slurm = None,
 ) -> None:
     """Try a grid of values, or let Optuna propose them; prints all scores and saves the best configuration.
 
-    Started again, it skips the runs that are complete and resumes the others. With Optuna, several of these
-    commands at once share the work.
+    Started again, it skips the runs that are complete and resumes the others. Several of these commands at once, on
+    any machines that share the folder, share the work.
     """
     from lamina.experiment.config import load
-    from lamina.experiment.trials.trials import refuse_all_diverged
-    from lamina.experiment.trials.tune import Tuning
-    from lamina.storage.locks import turn
+    from lamina.experiment.trials.trial import refuse_all_diverged
+    from lamina.experiment.trials.tune import Tuning, count_runs
+    from lamina.storage.leases import turn
 
     chosen = list(overrides or [])
     if grid is not None:
@@ -45,23 +48,28 @@ def tune(
     if seeds is not None:
         chosen.append(f"tune.seeds={seeds}")
     experiment = load(file, chosen)
-    stop = base.Stop()
-    tuning = Tuning(experiment, out_folder or Path("runs") / f"{file.stem}-tune", overwrite=overwrite, stop=stop)
+    path = out_folder or Path("runs") / f"{file.stem}-tune"
+    if launch(workers, slurm, count_runs(experiment), path, [(path, experiment.tune)] * overwrite):
+        return
+    stop, worker = base.Stop(), this_worker()
+    tuning = Tuning(experiment, path, overwrite=overwrite, stop=stop, workers=worker.count)
     rounds = tuning.count * experiment.tune.seeds * experiment.train.rounds
     with stop, base.round_bars(["tuning"], total=rounds) as bars:
         tuning.on_round = lambda job, row: bars.update("tuning", row, advance=1, state=job.label)
         if not bars.live:
             tuning.on_end = lambda job, record: print_ending(job.label, record, tuning.score_name)
+        tuning.on_wait = print_wait
         finished = tuning.run()
-    with turn(tuning.folder):  # other processes may write tables there
-        save_picture(tuning)
-    show(tuning, finished)
+    if worker.number == 1:
+        with turn(tuning.folder):  # other processes may write tables there
+            save_picture(tuning)
+    show(tuning)
     if not finished:
         raise Interrupted(f"stopped after a round; {base.how_to_resume(overwrite)}")
     refuse_all_diverged(tuning.trials, any)
 
 
-def show(tuning: Tuning, finished: bool) -> None:
+def show(tuning: Tuning) -> None:
     """Print every trial, the choice, and notes about it."""
     from lamina.report.tables import trials_table
 
@@ -69,9 +77,6 @@ def show(tuning: Tuning, finished: bool) -> None:
     out.print(base.table(headings, rows, right=headings[:-1]))
     for line in tuning.notes():
         echo(f"note: {line}")
-    unfinished = sum(trial.remark == "not finished" for trial in tuning.trials)
-    if finished and unfinished:
-        echo(f"other workers still run {plural(unfinished, 'trial')}: the last of them writes the final tables")
     if tuning.best is None:
         echo("no trial ran to its end: nothing is chosen")
     else:

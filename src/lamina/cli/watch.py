@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import math
 import statistics
 import time
@@ -25,6 +24,7 @@ from lamina.base.errors import BadInput
 from lamina.base.text import plural
 from lamina.cli.base import app, out, table
 from lamina.cli.export import short
+from lamina.storage.leases import is_held
 from lamina.training.metrics import is_metric
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class View:
         from lamina.experiment.runs.records import find_records
 
         # before the records, so that a run that ends in between is read as ended
-        busy = any(is_locked(lock.parent) for lock in self.folder.rglob("lock"))
+        busy = any(is_held(folder) for folder in {lease.parent for lease in self.folder.rglob("lease*")})
         try:
             self._records = find_records([self.folder], self._files)
         except BadInput:
@@ -159,19 +159,7 @@ def state(record: Record) -> str:
         return "diverged"
     if record.complete:
         return "complete"
-    return "running" if is_locked(record.folder) else "stopped"
-
-
-def is_locked(folder: Path) -> bool:
-    """Return whether a process writes to the folder; the kernel frees its lock however it ends."""
-    try:
-        with (folder / "lock").open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+    return "running" if is_held(record.folder) else "stopped"
 
 
 def finite(values: NDArray[np.float64]) -> NDArray[np.float64]:

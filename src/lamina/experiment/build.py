@@ -14,6 +14,7 @@ from lamina.base import rng
 from lamina.base.errors import BadInput
 from lamina.base.registry import field_values
 from lamina.base.text import listed, plural
+from lamina.base.workers import this_worker
 from lamina.data import partitions
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
@@ -159,7 +160,7 @@ def choose_threads(experiment: Experiment, parameters: int) -> int:
     """Return the number of threads for torch: one for small models, which a second one slows down."""
     if experiment.run.threads is not None:
         return experiment.run.threads
-    return 1 if parameters < THREADED_FROM else max(1, (os.cpu_count() or 1))
+    return 1 if parameters < THREADED_FROM else max(1, (os.cpu_count() or 1) // this_worker().here)
 
 
 def chosen_target(experiment: Experiment, metric: str) -> float | None:

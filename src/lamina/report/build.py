@@ -12,7 +12,7 @@ import numpy as np
 from lamina.base.errors import BadInput
 from lamina.base.text import listed, plural
 from lamina.experiment.runs.records import Record, find_records, read_json
-from lamina.experiment.trials.trials import Trial
+from lamina.experiment.trials.trial import Trial
 from lamina.report import tables
 from lamina.report.curves import folder_name, group, text, without_repeats
 from lamina.report.rates import Response, rates_table, responses

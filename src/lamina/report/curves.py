@@ -9,7 +9,7 @@ from typing import Any
 from lamina.base.text import printable
 from lamina.experiment.runs.records import Record, flatten
 from lamina.experiment.trials.settings import short_names
-from lamina.experiment.trials.trials import Trial
+from lamina.experiment.trials.trial import Trial
 from lamina.storage.identity import json_digest
 
 SEED = "train.seed"

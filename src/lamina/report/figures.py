@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lamina.data.drawing import partition_picture
 from lamina.experiment.trials.settings import written
-from lamina.experiment.trials.trials import Trial
+from lamina.experiment.trials.trial import Trial
 from lamina.report.build import Report
 from lamina.report.rates import Response, metrics_in
 from lamina.report.tables import MEGABYTES, Unit, metric_of, unit_of_bytes

@@ -17,7 +17,7 @@ from lamina import __version__
 from lamina.base.errors import missing_extra
 from lamina.base.text import html_table as plain_table
 from lamina.base.text import plural
-from lamina.experiment.trials.trials import Trial
+from lamina.experiment.trials.trial import Trial
 from lamina.report.build import Report
 from lamina.report.figures import MOST_ROUNDS_DRAWN, axis_title, by_round, mean_spent, metrics_of, spent, thinned
 from lamina.report.tables import Table, metric_of, unit_of_bytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from lamina.experiment.runs.records import Record
 from lamina.experiment.trials.settings import written
-from lamina.experiment.trials.trials import Trial
+from lamina.experiment.trials.trial import Trial
 from lamina.experiment.trials.tune import Tuning
 from lamina.report.curves import RATE, SEED, algorithm_of, group
 from lamina.report.tables import NONE, Table, metric_of, score_text

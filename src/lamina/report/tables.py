@@ -12,7 +12,7 @@ from lamina.base.errors import is_number
 from lamina.base.text import csv_text, html_table, plural, text_table
 from lamina.experiment.runs.records import flatten
 from lamina.experiment.trials.settings import short_names, shown, shown_name
-from lamina.experiment.trials.trials import Trial
+from lamina.experiment.trials.trial import Trial
 from lamina.experiment.trials.tune import Tuning
 from lamina.report.curves import differing, folder_name, sections, text
 from lamina.training.history import History, mean, values

@@ -22,7 +22,7 @@ def flip(path):
 
 
 def contents(folder):
-    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file() and path.name != "lock"}
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 @pytest.mark.long

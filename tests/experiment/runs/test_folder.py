@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -14,17 +15,17 @@ from helpers import assert_same, call, rows, truncate
 from lamina.experiment import build as building
 from lamina.experiment.config import load
 from lamina.storage import checkpoint
-from lamina.storage.locks import Lock
+from lamina.storage.leases import Lease, take
 from small_run import command
 
 
 def test_a_second_process_is_refused_and_told_who_the_first_is(half, capsys):
-    lock = Lock(half)
+    lease = take(half)
     assert call(*command(half, rounds=6)) == 2
     message = capsys.readouterr().err
-    assert f"process {os.getpid()} is writing to the folder" in message
+    assert f"process {os.getpid()} on {socket.gethostname()} is writing to the folder" in message
     assert len(message.splitlines()) == 1
-    lock.release()
+    lease.release()
     assert call(*command(half, rounds=6)) == 0
 
 
@@ -36,7 +37,7 @@ def read_only(monkeypatch, place):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refused)
-    monkeypatch.setattr(Lock, "__init__", lambda self, path: pytest.fail(f"wrote to {path}"))
+    monkeypatch.setattr(Lease, "create", lambda lease: pytest.fail(f"wrote to {lease.path}"))
 
 
 def test_a_read_only_file_system_is_called_so(half, capsys, monkeypatch):

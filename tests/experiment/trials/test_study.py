@@ -21,21 +21,21 @@ def workers(tmp_path):
 
 
 def test_a_trial_that_ends_while_another_process_looks_is_not_claimed(workers, monkeypatch):
-    """It was running when the other process listed the trials, and its lock was free when that one tried it."""
+    """It was running when the other process listed the trials, and its lease was free when that one tried it."""
     one, other = workers
     assert one.claim(5)[0] == "trial000"
-    take = study.Lock
+    claim = study.claim
 
     def end_first(folder):
         if folder.name == "trial000":
             one.end(0.5)
             one.release()
-        return take(folder)
+        return claim(folder)
 
-    monkeypatch.setattr(study, "Lock", end_first)
+    monkeypatch.setattr(study, "claim", end_first)
     assert other.claim(5)[0] == "trial001"
     other.end(0.7)
-    take(other._folder / "trial000").release()  # nobody holds it
+    claim(other._folder / "trial000").release()  # nobody holds it
 
 
 def test_a_trial_is_claimed_by_one_process_at_a_time(workers):

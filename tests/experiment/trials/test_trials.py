@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from comparisons import GRID, ROUNDS, RUNS, TOML, command
-from helpers import Killed, call, populations, rows, skip_pictures, trial, words
+from helpers import Killed, call, populations, rows, said_in_one_line, skip_pictures, trial, words
 from lamina import BadInput, History
 from lamina.base.errors import Diverged
 from lamina.experiment.config import load
@@ -15,7 +15,8 @@ from lamina.experiment.runs.folder import RunFolder
 from lamina.experiment.runs.records import find_records, read_record
 from lamina.experiment.trials import compare as comparing
 from lamina.experiment.trials import trials
-from lamina.storage.locks import Lock
+from lamina.experiment.trials.trial import Trial, refuse_all_diverged, refuse_nan
+from lamina.storage.leases import join
 
 
 @pytest.fixture
@@ -39,27 +40,27 @@ def test_a_trial_that_diverged_or_is_not_finished_has_no_score():
     wild = trial("a", [history(0.5)], diverged="in round 2")
     assert (wild.remark, wild.bad_endings) == ("diverged", ["a, lr 0.1, seed 0: in round 2"])
     one = trial("a", [history(0.5)])
-    unfinished = trials.Trial("a", one.settings, one.records, seeds=2)
-    pruned = trials.Trial("a", one.settings, one.records, pruned=True)
+    unfinished = Trial("a", one.settings, one.records, seeds=2)
+    pruned = Trial("a", one.settings, one.records, pruned=True)
     assert (unfinished.remark, pruned.remark) == ("not finished", "pruned")
     assert all(math.isnan(each.score) for each in (wild, unfinished, pruned))
-    assert trials.Trial("a", one.settings, []).score_key == -math.inf
+    assert Trial("a", one.settings, []).score_key == -math.inf
 
 
 def test_only_if_every_trial_diverged_it_is_an_error():
     good, wild = trial("a", [history(0.5)]), trial("b", [history(0.5)], diverged="in round 2")
-    trials.refuse_all_diverged([good, wild])
-    trials.refuse_all_diverged([])
+    refuse_all_diverged([good, wild])
+    refuse_all_diverged([])
     with pytest.raises(Diverged, match=r"every run diverged; the first: b, lr 0\.1, seed 0: in round 2"):
-        trials.refuse_all_diverged([wild, wild])
+        refuse_all_diverged([wild, wild])
 
 
 def test_a_metric_that_is_nan_in_every_finished_trial_is_refused():
     good, nan = trial("a", [history(0.5)]), trial("b", [history(math.nan)])
-    trials.refuse_nan("", "accuracy", [good, nan])
-    trials.refuse_nan("", "accuracy", [nan, trials.Trial("c", nan.settings, [], seeds=1)])  # one is not finished
+    refuse_nan("", "accuracy", [good, nan])
+    refuse_nan("", "accuracy", [nan, Trial("c", nan.settings, [], seeds=1)])  # one is not finished
     with pytest.raises(BadInput, match="the metric 'accuracy', by which settings are chosen, is NaN"):
-        trials.refuse_nan("", "accuracy", [nan])
+        refuse_nan("", "accuracy", [nan])
 
 
 def test_side_by_side_gives_the_results_of_separate_runs(here, monkeypatch):
@@ -82,11 +83,15 @@ def test_runs_of_the_loop_engine_are_compared_too(here):
     assert all(record.config["run"]["engine"] == "loop" for record in find_records(["c"]))
 
 
-def test_two_comparisons_never_share_a_folder(here, capsys):
-    lock = Lock(here / "c")
+def test_a_folder_is_shared_only_with_processes_of_the_same_settings(here, capsys):
+    other = join(here / "c", {"train": {"rounds": 7}})
     assert call(*command("c")) == 2
-    assert f"process {os.getpid()} is writing" in capsys.readouterr().err
-    lock.release()
+    message = said_in_one_line(capsys)
+    assert f"process {os.getpid()} on " in message
+    assert "with other settings: train.rounds = 7 (now 8)" in message
+    assert call(*command("c"), "--overwrite") == 2
+    assert "--overwrite would delete its runs: run the command without --overwrite" in said_in_one_line(capsys)
+    other.release()
 
 
 @pytest.mark.long

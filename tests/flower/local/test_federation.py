@@ -73,7 +73,7 @@ def test_nodes_get_the_key_that_tasks_are_verified_with(tmp_path, monkeypatch):
 
 
 def test_a_federation_is_run_by_one_command_at_a_time(tmp_path):
-    first = local.Lock(keys.private_folder(tmp_path / "fed"))
+    first = local.take(keys.private_folder(tmp_path / "fed"))
     (tmp_path / "fed" / "keys").mkdir()
     with pytest.raises(BadInput, match="is writing to the folder"), local.LocalFederation(tmp_path / "fed", 1):
         pytest.fail("started")

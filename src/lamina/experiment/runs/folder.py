@@ -9,7 +9,7 @@
 - ``best.safetensors``: the model with the best value of the first metric so far, on the test data
 - ``model.safetensors``: the model at the end
 - ``diverged.json``: how the training diverged, if it did
-- ``lock``: held by the process that writes to the folder
+- ``lease``: of the process that writes to the folder, see lamina.storage.leases
 - ``tensorboard/``: see tensorboard.py
 - ``federation.jsonl``, ``starts``: which nodes took part in each round of a federation, and how often its server was
   started, see lamina.flower
@@ -56,7 +56,7 @@ from lamina.objective.objective import Buffers, Objective
 from lamina.storage.checkpoint import UNREADABLE, Checkpoints, pack, read_facts, unpack
 from lamina.storage.files import as_json, check_writable, write_json, writing_to
 from lamina.storage.identity import code_changes
-from lamina.storage.locks import Lock, is_at, lost
+from lamina.storage.leases import Lease, is_at, lost, take
 from lamina.training.history import History, Row, score_key
 from lamina.training.metrics import read_primary
 
@@ -72,7 +72,7 @@ class Trainer(Protocol):
 
 
 class RunFolder:
-    """The records of one run. Opening it takes the lock and refuses a folder that holds anything else.
+    """The records of one run. Opening it takes a lease, unless one is given, and refuses a folder with anything else.
 
     Nothing is written or replaced before `begin`: a simulation begins when its first round has finished or diverged, a
     federation after its first attempt at one. Any other run may use a folder without a finished round.
@@ -86,6 +86,7 @@ class RunFolder:
         overwrite: bool = False,
         lines: LogLines | None = None,
         tensorboard: TensorBoard | None = None,
+        lease: Lease | None = None,
     ) -> None:
         self.path = path
         self.config = as_json({"lamina": lamina.__version__, "format": FORMAT, **config})
@@ -104,9 +105,8 @@ class RunFolder:
         self._metrics: BinaryIO | None = None
         self._best = BestModel(path / "best.safetensors", self.history, self._metric)
         refuse_foreign(path)
-        self._is_new = not path.exists()
         check_writable(path)
-        self._lock = Lock(path)
+        self._lease = lease or take(path)
         try:
             if not overwrite:
                 self._recognise()
@@ -261,7 +261,7 @@ class RunFolder:
 
     def refuse_lost(self) -> None:
         """Raise an error if this run's records were removed or replaced."""
-        self._lock.refuse_lost()
+        self._lease.refuse_lost()
         if self._metrics is not None and not (
             is_at(self._metrics, self.path / "metrics.jsonl") and (self.path / "config.json").exists()
         ):
@@ -323,17 +323,13 @@ class RunFolder:
             raise BadInput(f"{error}{kept}") from error
 
     def close(self) -> None:
-        """Release the folder; remove it if it is new and nothing was written."""
+        """Release the folder, which is removed if it is new and nothing was written."""
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._metrics is not None:
             with contextlib.suppress(OSError):  # a full disk, which the failed round has reported
                 self._metrics.close()
-        useless = self._metrics is None and self._is_new
-        self._lock.release(delete=useless)
-        if useless:
-            with contextlib.suppress(OSError):
-                self.path.rmdir()
+        self._lease.release()
 
     def __enter__(self) -> RunFolder:
         return self

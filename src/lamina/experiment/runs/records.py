@@ -18,7 +18,7 @@ from lamina.experiment.runs.metrics_file import MetricsFile, open_to_read
 from lamina.experiment.toml import leaves
 from lamina.storage import identity
 from lamina.storage.files import check_writable, writing_to
-from lamina.storage.locks import Lock
+from lamina.storage.leases import is_lease, take
 from lamina.training.history import History
 from lamina.training.metrics import read_primary
 
@@ -26,13 +26,12 @@ FORMAT = 1  # of a run's folder; others are refused
 # keys that do not change the result, and so do not tell one run from another
 NO_PART_OF_IDENTITY = {
     "lamina", "format", "title", "metrics", "data.dir", "run.out", "run.threads", "run.checkpoint_every",
-    "run.accept_changed_code",
+    "run.accept_changed_code", "workers",
 }  # fmt: skip
 # mlflow.json: of the option --mlflow, which earlier versions had
 FILES = {
     "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
-    "model.safetensors", "diverged.json", "lock", "tensorboard", "mlflow.json", "federation.jsonl",
-    "starts", "partition.json",
+    "model.safetensors", "diverged.json", "tensorboard", "mlflow.json", "federation.jsonl", "starts", "partition.json",
 }  # fmt: skip
 REPLACED = f"replaced{PARTIAL}"  # a file in the folder of a run that is being deleted
 CHOOSE_ANOTHER = "choose another with --out (out=…), or give --overwrite (overwrite=True)"
@@ -193,15 +192,26 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int
         now: the configuration of the run that is to use the folder.
         finished: how many rounds the stored run has; asking for as many or more makes no other run.
     """
-    a, b = flatten(stored), flatten(now)
+    a, b = _identity(stored), _identity(now)
     if b["train.rounds"] >= finished:
         a["train.rounds"] = b["train.rounds"]
     for flat in (a, b):
-        for key in [key for key in flat if key in NO_PART_OF_IDENTITY or key.startswith(("compare.", "code."))]:
+        for key in [key for key in flat if key.startswith(("compare.", "code."))]:
             del flat[key]
-        if "run.device" in flat:
-            flat["run.device"] = str(flat["run.device"]).partition(":")[0]  # which of several GPUs makes no difference
     return identity.differences(a, b)
+
+
+def setting_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return the keys that tell two configurations apart, in a line with both values; empty if they are the same."""
+    return identity.differences(_identity(one), _identity(other))
+
+
+def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dotted keys of a configuration that change the result."""
+    flat = {key: value for key, value in flatten(config).items() if key not in NO_PART_OF_IDENTITY}
+    if "run.device" in flat:
+        flat["run.device"] = str(flat["run.device"]).partition(":")[0]  # which of several GPUs makes no difference
+    return flat
 
 
 def accepted_changes(stored: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> str:
@@ -249,7 +259,7 @@ def _read(path: Path) -> bytes:
 
 
 def remove_records(folder: Path) -> None:
-    """Delete the files of a run except its lock and its config.json, which marks the folder as lamina's.
+    """Delete the files of a run except its lease and its config.json, which marks the folder as lamina's.
 
     The metrics go first: what a kill leaves behind must not look complete. A file `REPLACED` stays until the caller
     deletes it: without it, what a kill leaves behind would look like a run with lost metrics.
@@ -257,7 +267,7 @@ def remove_records(folder: Path) -> None:
     (folder / REPLACED).touch()
     sync_folder(folder)
     (folder / "metrics.jsonl").unlink(missing_ok=True)
-    for name in sorted(FILES - {"lock", "config.json"}):
+    for name in sorted(FILES - {"config.json"}):
         old = folder / name
         shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
 
@@ -271,24 +281,24 @@ def delete_runs(folder: Path, runs: Iterable[Path]) -> None:
     runs = [run for run in runs if is_ours(run)]
     for run in runs:
         refuse_foreign(run)
-        Lock(run).release()
+        take(run).release()
     (folder / REPLACED).touch()
     sync_folder(folder)
     for run in runs:
-        lock = Lock(run)
+        lease = take(run)
         try:
             with writing_to(run):
                 remove_records(run)
                 shutil.rmtree(run)
         finally:
-            lock.release()
+            lease.release()
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder, without its lock and half-written files."""
+    """Return the names in a folder, without leases and half-written files."""
     with writing_to(folder):
         names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    return [name for name in names if name != "lock" and not name.endswith(PARTIAL)]
+    return [name for name in names if not is_lease(name) and not name.endswith(PARTIAL)]
 
 
 def refuse_foreign(folder: Path) -> None:

@@ -18,7 +18,7 @@ from lamina.base.errors import BadInput, unknown
 from lamina.base.text import plural
 from lamina.experiment.config import Claim, Experiment
 from lamina.experiment.runs.records import Record
-from lamina.experiment.trials.trials import Trial
+from lamina.experiment.trials.trial import Trial
 
 AS_GIVEN = ""  # the variant that changes nothing
 MINUS = " - "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from lamina.experiment.config import AlgorithmSection, Experiment
 from lamina.experiment.runs.records import FORMAT, REPLACED, delete_runs, is_ours, read_json, read_record
 from lamina.experiment.sections import Named
 from lamina.experiment.trials.settings import Range, Settings, folder_name, neighbours, points, written
-from lamina.experiment.trials.trials import Job, Trial, Trials, read_begun, refuse_nan
+from lamina.experiment.trials.trial import Trial, refuse_nan
+from lamina.experiment.trials.trials import Job, Trials
 from lamina.storage.files import write_csv, write_json, writing_to
 from lamina.training.metrics import is_percent
 
@@ -44,7 +45,9 @@ class Comparison(Trials):
         spec = experiment.compare
         super().__init__(experiment, spec, "algorithms", folder, **options)
         self.entries: list[Trial] = []
-        self._folders: dict[Path, None] = {}  # of all jobs so far; a tuning run may have several stages
+        # of each algorithm: the folders of its jobs so far; then its settings, final runs and candidates
+        self._folders: dict[str, dict[Path, None]] = {name: {} for name in spec.algorithms}
+        self._final: dict[str, tuple[Settings, list[Job], list[Trial]]] = {}
         if not spec.algorithms:
             raise BadInput("compare.algorithms is empty: name at least one algorithm")
         for name in {**spec.grid, **spec.options}:
@@ -72,71 +75,68 @@ class Comparison(Trials):
         self._config["algorithms"] = {}
 
     def run(self) -> bool:
-        """Run what is left; return whether all runs finished."""
-        with self._locked():
-            if self._is_replaced:  # all of them first, so that no old run is ever taken for a new one
-                delete_runs(self.folder, [*self.folder.glob("*/seed*"), *self.folder.glob("tuning/*/*")])
+        """Run what is left, with other processes that do the same; return whether all runs finished."""
+        with self._joined():
+            finished = self._run([self._plan(name) for name in self._choices])
+            if not finished:
                 self._save()
-                (self.folder / REPLACED).unlink()
-            elif not is_ours(self.folder):  # the tables of an earlier one stay until its runs are known to be the same
-                self._save()
-            return all(self._run_algorithm(name) for name in self._choices)
+            return finished
+
+    def _prepare(self) -> None:
+        if self._is_replaced:  # all of them first, so that no old run is ever taken for a new one
+            delete_runs(self.folder, [*self.folder.glob("*/seed*"), *self.folder.glob("tuning/*/*")])
+            self._write()
+            (self.folder / REPLACED).unlink()
+        elif not is_ours(self.folder):  # the tables of an earlier one stay until its runs are known to be the same
+            self._write()
 
     @property
     def target(self) -> float | None:
         """Return the value of the first metric to reach, if there is one."""
         return chosen_target(self.experiment, self.metric)
 
-    def _run_algorithm(self, name: str) -> bool:
-        """Choose the settings if there is a choice, then run every seed; return whether all runs finished."""
+    def _plan(self, name: str) -> Generator[list[Job]]:
+        """Yield the jobs of an algorithm: those that help to choose its settings, if there is a choice; every seed."""
         choice = self._choices[name]
-        candidates = self._tune(name) if len(choice) > 1 else []
-        if candidates is None:
-            return False
+        candidates = (yield from self._tune(name)) if len(choice) > 1 else []
         refuse_nan(f"{name}: ", self.metric, candidates)
         settings = max(candidates, key=lambda trial: trial.score_key).settings if candidates else choice[0]
         jobs = [self._new_job(name, settings, seed) for seed in self.seeds]
-        finished = self._run(jobs)
-        records = [record for record in read_begun(job.folder for job in jobs) if record.ended]
-        if records:
-            self.entries.append(Trial(name, settings, records, len(jobs), candidates=candidates))
-            self._config["algorithms"][name] = {"lr": settings["lr"], **records[-1].config["algorithm"]}
+        self._final[name] = settings, jobs, candidates
+        yield jobs
         self._save()
-        return finished
 
-    def _tune(self, name: str) -> list[Trial] | None:
-        """Try all points, in stages if there are several tuning_rounds; return their trials, None if it was stopped."""
+    def _tune(self, name: str) -> Generator[list[Job], None, list[Trial]]:
+        """Try all points, in stages if there are several tuning_rounds; return their trials."""
         rounds, candidates = tuning_rounds(self.experiment), self._choices[name]
         stages = [rounds[i:] for i in range(len(rounds))]  # of each, its rounds and those of the stages after it
         trials: dict[int, Trial] = {}
         selected = list(range(len(candidates)))
         for stage in stages:
-            if not self._try(name, selected, stage, trials):
-                return None
+            yield from self._try(name, selected, stage, trials)
             count = max(MIN_CONTINUED, math.ceil(CONTINUED_FRACTION * len(selected)))
             selected = sorted(selected, key=lambda i: -trials[i].score_key)[:count]  # ties keep their order
         best = None
         while best != (first := max(trials, key=lambda i: trials[i].score_key)):  # until no neighbour is better
             best = first
             selected = [best, *neighbours(candidates, candidates[best])]
-            # Stage by stage: only runs that are at the same round train side by side.
-            if not all(self._try(name, selected, stage, trials) for stage in stages):
-                return None
+            for stage in stages:  # one by one: only runs that are at the same round train side by side
+                yield from self._try(name, selected, stage, trials)
         return [trials[i] for i in range(len(candidates))]
 
-    def _try(self, name: str, selected: Sequence[int], stage: Sequence[int], trials: dict[int, Trial]) -> bool:
-        """Train selected points up to the rounds of a stage and update their trials; return whether all finished."""
+    def _try(
+        self, name: str, selected: Sequence[int], stage: Sequence[int], trials: dict[int, Trial]
+    ) -> Generator[list[Job]]:
+        """Yield the jobs that train selected points up to the rounds of a stage, then update their trials."""
         rounds, seed = stage[0], self.experiment.train.seed
         jobs = {
             i: self._new_job(name, self._choices[name][i], seed, stage)
             for i in selected
             if i not in trials or (trials[i].remark != "diverged" and len(trials[i].histories[0]) < rounds)
         }
-        if not self._run(list(jobs.values())):
-            return False
+        yield list(jobs.values())
         for i, job in jobs.items():
             trials[i] = Trial(job.folder.name, self._choices[name][i], [read_record(job.folder).up_to(rounds)])
-        return True
 
     def _new_job(self, name: str, settings: Settings, seed: int, stage: Sequence[int] = ()) -> Job:
         """Return a final run or, with the rounds of a stage and of those after it, a tuning run."""
@@ -149,7 +149,7 @@ class Comparison(Trials):
                 changed["schedule"] = Named(name=experiment.train.schedule.name, **options)
             experiment = experiment.changed(train=changed)
         job = self._job(experiment, seed, folder, f"{name}, {written(settings)}", name, tuning=bool(stage))
-        self._folders[job.folder] = None
+        self._folders[name][job.folder] = None
         return job
 
     def _rounds_in_folder(self, folder: str, stage: Sequence[int]) -> int:
@@ -162,7 +162,8 @@ class Comparison(Trials):
     @property
     def runs(self) -> list[Path]:
         """Return the folders of its runs that have begun, which tables, picture and report show."""
-        return [folder for folder in self._folders if (folder / "metrics.jsonl").exists()]
+        folders = [folder for name in self._choices for folder in self._folders[name]]
+        return [each for each in folders if each not in self._unchecked and (each / "metrics.jsonl").exists()]
 
     def notes(self) -> list[str]:
         """Return remarks for the reader: how settings were chosen, runs that diverged, best values on the edge."""
@@ -208,8 +209,19 @@ class Comparison(Trials):
         ]
 
     def _save(self) -> None:
+        """Read the finished runs, in the order of the algorithms, and write the tables."""
+        self.entries, self._config["algorithms"] = [], {}
+        for name in filter(self._final.__contains__, self._choices):
+            settings, jobs, candidates = self._final[name]
+            records = [read_record(job.folder) for job in jobs if job in self._ended]
+            if records:
+                self.entries.append(Trial(name, settings, records, len(jobs), candidates=candidates))
+                self._config["algorithms"][name] = {"lr": settings["lr"], **records[-1].config["algorithm"]}
+        with self._turn():
+            self._write()
+
+    def _write(self) -> None:
         """Write the configuration, the rounds of every finished run, and the scores of all tuning runs."""
-        self._refuse_lost()
         columns = dict.fromkeys(column for entry in self.entries for run in entry.histories for column in run.columns)
         score = self.score_name.replace(" ", "_")
         tried = [
@@ -240,6 +252,12 @@ def all_points(experiment: Experiment) -> dict[str, list[Settings]]:
         for settings in choice:
             build_algorithm(with_algorithm(experiment, name, settings))
     return choices
+
+
+def count_runs(experiment: Experiment) -> int:
+    """Return how many runs a comparison has, those that only help to choose settings included."""
+    choices = all_points(experiment).values()
+    return sum(experiment.compare.seeds + (len(choice) if len(choice) > 1 else 0) for choice in choices)
 
 
 def points_of(experiment: Experiment, name: str) -> list[Settings]:

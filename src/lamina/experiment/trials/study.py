@@ -1,6 +1,6 @@
 """Optuna's part of tuning: the ranges of values, and a study whose trials several processes share.
 
-The study is stored in SQLite beside the runs. A process holds the lock of the trial it runs, so that the next process
+The study is stored in SQLite beside the runs. A process holds the lease of the trial it runs, so that the next process
 recognises and claims a trial whose process was killed.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Literal
 from lamina.base import rng
 from lamina.base.errors import BadInput, is_number, missing_extra, short_repr
 from lamina.experiment.trials.settings import Range, Settings
-from lamina.storage.locks import Lock, Locked
+from lamina.storage.leases import Lease, claim, take
 
 FILE = "study.db"
 WRITE_TIMEOUT_S = 60  # for another process to finish writing to the study
@@ -56,7 +56,7 @@ def _is_range(table: Any) -> bool:
 class Study:
     """The study in a tuning's folder, and the one trial of it that this process runs.
 
-    Problems with its file raise `BadInput`. `open` and `claim` are called while no other process uses the folder.
+    Problems with its file raise `BadInput`. The caller sees to it that no other process uses the study meanwhile.
     """
 
     def __init__(self, folder: Path, space: Mapping[str, Range], *, pruner: str, rounds: int, seed: int) -> None:
@@ -75,8 +75,8 @@ class Study:
         }
         self._pruner: Any = pruners[pruner]
         self._study: Any = None
-        self._trial: Any = None  # the one that is claimed, with its lock and the rounds that Optuna knows
-        self._lock: Lock | None = None
+        self._trial: Any = None  # the one that is claimed, with its lease and the rounds that Optuna knows
+        self._lease: Lease | None = None
         self._reported: set[int] = set()
 
     @property
@@ -98,16 +98,17 @@ class Study:
             )
 
     def claim(self, most: int) -> tuple[str, Settings] | None:
-        """Lock a trial of a killed process, or a new one; return its folder name and settings, None if `most` exist."""
+        """Lease a trial of a killed process, or a new one; return its folder and settings, None if `most` exist."""
         trials = self._trials()
         with self._in_a_line():
             for left in filter(self._is_running, trials):
-                with contextlib.suppress(Locked):  # its process is alive
-                    lock = Lock(self._folder / trial_name(left.number))
-                    if self._is_running(self._trials()[left.number]):
-                        self._study.sampler = self._sampler(left.number)
-                        return self._take(self._optuna.trial.Trial(self._study, left._trial_id), lock)
-                    lock.release()  # its process has ended it since we looked
+                lease = claim(self._folder / trial_name(left.number))
+                if lease is None:  # its process may be alive
+                    continue
+                if self._is_running(self._trials()[left.number]):
+                    self._study.sampler = self._sampler(left.number)
+                    return self._take(self._optuna.trial.Trial(self._study, left._trial_id), lease)
+                lease.release()  # its process has ended it since we looked
             if len(trials) >= most:
                 return None
             self._study.sampler = self._sampler(len(trials))
@@ -115,10 +116,10 @@ class Study:
         folder = self._folder / trial_name(trial.number)
         if folder.exists():  # of a study that was deleted
             shutil.rmtree(folder)
-        return self._take(trial, Lock(folder))
+        return self._take(trial, take(folder))
 
-    def _take(self, trial: Any, lock: Lock) -> tuple[str, Settings]:
-        self._trial, self._lock = trial, lock
+    def _take(self, trial: Any, lease: Lease) -> tuple[str, Settings]:
+        self._trial, self._lease = trial, lease
         try:
             with self._in_a_line():
                 settings = {key: values.suggest(trial, key) for key, values in self._space.items()}
@@ -144,10 +145,15 @@ class Study:
             else:
                 self._study.tell(self._trial.number, outcome)
 
+    @property
+    def running(self) -> int:
+        """Return how many trials have not ended."""
+        return sum(map(self._is_running, self._trials()))
+
     def release(self) -> None:
         """Release the claimed trial; if it has not ended, the next process that looks resumes it."""
-        if self._lock is not None:
-            self._lock.release()
+        if self._lease is not None:
+            self._lease.release()
 
     def proposed(self) -> list[tuple[str, Settings, bool]]:
         """Return the folder name and the settings of all trials in order, and whether they were pruned."""

@@ -1,34 +1,46 @@
 """Trials: train an experiment with several settings, each run in a folder of its own, and score the runs.
 
-`Comparison` (compare.py) and `Tuning` (tune.py) decide which settings to try; `Trials` runs and resumes them.
+`Comparison` (compare.py) and `Tuning` (tune.py) decide which settings to try; `Trials` runs and resumes them. Several
+processes may share the folder, on any machines: each trains the runs that it could lease, waits for the others, and
+reads all records, so that all come to the same results.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lamina.base.errors import BadInput, Diverged
+from lamina.base.errors import BadInput
 from lamina.data.dataset import Splits
 from lamina.engines.stacked.engine import Stacked
 from lamina.experiment.build import build, hold_out, load_data, resolved
 from lamina.experiment.config import Compare, Experiment, Tune
 from lamina.experiment.runs.folder import RunFolder
 from lamina.experiment.runs.log_lines import LogLines
-from lamina.experiment.runs.records import REPLACED, Record, check_folder, kept_engine, read_record
+from lamina.experiment.runs.records import (
+    REPLACED,
+    Record,
+    check_folder,
+    kept_engine,
+    names_in,
+    read_record,
+    setting_differences,
+)
 from lamina.experiment.runs.run import restore, resume_histories, train
 from lamina.experiment.runs.tensorboard import TensorBoard
-from lamina.experiment.trials.settings import Settings, written
-from lamina.storage.locks import Lock, lost
-from lamina.training.history import History, Row, mean, score_key, values
+from lamina.storage.files import as_json
+from lamina.storage.leases import Lease, Owner, claim, count_joined, is_held, join, lost, others, turn
+from lamina.training.history import Row
 from lamina.training.population import mismatch
 from lamina.training.training import Training
 
 MAX_OPEN_RUNS = 64  # each holds a few files and its model
+WAIT_S = 0.5  # between two looks at the runs of other processes
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,70 +57,6 @@ class Job:
     def rounds(self) -> int:
         """Return the number of its rounds."""
         return self.experiment.train.rounds
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Settings that were tried, and the runs with them so far, one per seed."""
-
-    name: str  # of its folder; in a comparison's results, of its algorithm; in a report, of its curve
-    settings: Settings
-    records: list[Record]
-    seeds: int = 1  # how many runs it should have
-    pruned: bool = False
-    candidates: list[Trial] = field(default_factory=list)  # the trials that its settings were chosen from
-
-    @property
-    def title(self) -> str:
-        """Return the title of its algorithm."""
-        return self.records[0].title
-
-    @property
-    def lr(self) -> float:
-        """Return the learning rate of a comparison's trial."""
-        return float(self.settings["lr"])
-
-    @property
-    def histories(self) -> list[History]:
-        """Return the history of every run."""
-        return [record.history for record in self.records]
-
-    @property
-    def bad_endings(self) -> list[str]:
-        """Return a line for every run that diverged."""
-        endings = [record.diverged for record in self.records]
-        label, pairs = f"{self.name}, {written(self.settings)}", zip(self.records, endings, strict=True)
-        return [f"{label}, seed {record.seed}: {ending}" for record, ending in pairs if ending]
-
-    @property
-    def remark(self) -> str:
-        """Return why the trial does not count; empty if it does."""
-        if any(record.diverged for record in self.records):
-            return "diverged"
-        if self.pruned:
-            return "pruned"
-        is_complete = len(self.records) == self.seeds and all(record.complete for record in self.records)
-        return "" if is_complete else "not finished"
-
-    @property
-    def best(self) -> list[float]:
-        """Return the best value of the first metric of every evaluated run."""
-        return values(self.histories, lambda history: history.best(optional=True))
-
-    @property
-    def last(self) -> list[float]:
-        """Return the last value of the first metric of every evaluated run."""
-        return values(self.histories, lambda history: history.last(optional=True))
-
-    @property
-    def score(self) -> float:
-        """Return the mean of the best values, by which trials are chosen; NaN if the trial does not count."""
-        return mean(self.best) if self.best and not self.remark else math.nan
-
-    @property
-    def score_key(self) -> float:
-        """Return a score by which trials are sorted: larger is better."""
-        return score_key(self.score, self.histories[0].metric) if self.records else -math.inf
 
 
 class _Open(NamedTuple):
@@ -130,7 +78,10 @@ class Trials:
         overwrite: whether earlier runs in the folder may be deleted.
         stop: asked after every round whether to stop.
         tensorboard: whether every run also writes TensorBoard's event files.
+        workers: how many processes will share the folder: runs that could train side by side are split among them.
     """
+
+    _config: dict[str, Any]  # of the folder
 
     def __init__(
         self,
@@ -142,6 +93,7 @@ class Trials:
         overwrite: bool = False,
         stop: Callable[[], bool] = lambda: False,
         tensorboard: bool = False,
+        workers: int = 1,
     ) -> None:
         kind = type(section).__name__.lower()
         check_folder(folder, key, f"those of lamina {kind}", overwrite=overwrite)  # before the data are read
@@ -152,10 +104,13 @@ class Trials:
         self.experiment, self.folder = experiment, folder
         self.on_round: Callable[[Job, Row], None] = lambda job, row: None  # called after every round
         self.on_end: Callable[[Job, Record], None] = lambda job, record: None  # called for every run that has ended
+        self.on_wait: Callable[[int], None] = lambda runs: None  # called before waiting for runs of other processes
         self._section, self._overwrite, self._stop, self._tensorboard = section, overwrite, stop, tensorboard
+        self._workers = workers
         self._splits: dict[tuple[float | None, int], Splits] = {}  # by held-out fraction and seed
-        self._ended: dict[Path, None] = {}  # the folders of runs that have ended
-        self._lock: Lock | None = None
+        self._ended: dict[Job, None] = {}
+        self._unchecked: set[Path] = set()  # folders of runs that may have been trained with other settings
+        self._lease: Lease | None = None  # shows the other processes that this one shares the folder
 
     def _load(self, experiment: Experiment) -> Training:
         """Load the data and build one run, whose device all other runs use."""
@@ -163,7 +118,7 @@ class Trials:
         simulation = build(experiment, self._loaded)
         if simulation.test_data is not None:  # on the device already: else every run would copy them
             self._loaded = Splits(simulation.train_data, simulation.test_data)
-        self.metric = simulation.metric
+        self.metric, self._can_stack = simulation.metric, isinstance(simulation.engine, Stacked)
         return simulation
 
     @property
@@ -191,17 +146,48 @@ class Trials:
         return Job(experiment, self.folder / folder, f"{label}, seed {seed}", tuning, algorithm)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the folder's lock; at the end, raise an error if records of finished runs are gone."""
-        self._lock = Lock(self.folder)
+    def _joined(self) -> Iterator[None]:
+        """Share the folder with other processes; at the end, raise an error if records of finished runs are gone."""
+        with turn(self.folder):
+            for owner in others(self.folder):
+                self._refuse_to_join(owner)
+                self._workers = max(self._workers, (owner.settings or {}).get("workers", 1))
+            self._lease = join(self.folder, {**self._config, "workers": self._workers})
         try:
+            with self._turn():
+                self._prepare()
+                runs = [config.parent for config in self.folder.rglob("config.json")]
+                # Others have the same settings as this process: what they train from now on needs no check.
+                self._unchecked = {folder for folder in runs if not is_held(folder)}
             yield
-            self._lock.refuse_lost()
-            for folder in self._ended:
-                if not (folder / "metrics.jsonl").exists():
-                    raise lost(folder)
+            self._refuse_lost()
+            for job in self._ended:
+                if not (job.folder / "metrics.jsonl").exists():
+                    raise lost(job.folder)
         finally:
-            self._lock.release()
+            self._lease.release()
+
+    def _refuse_to_join(self, owner: Owner) -> None:
+        """Raise an error if this process cannot share the folder with another one."""
+        if self._overwrite:
+            raise in_use(owner, self.folder)
+        differing = setting_differences(owner.settings or {}, as_json(self._config))
+        if differing:
+            raise BadInput(
+                f"{owner} works in the folder '{self.folder}' with other settings: {differing}; choose another folder "
+                "with --out (out=…), or give the same settings to share the work"
+            )
+
+    def _prepare(self) -> None:
+        """Check and mark the folder, or delete its runs if they are to be replaced."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Write to the folder while no other process does."""
+        self._refuse_lost()
+        with turn(self.folder):
+            yield
 
     @property
     def _is_replaced(self) -> bool:
@@ -210,35 +196,118 @@ class Trials:
 
     def _refuse_lost(self) -> None:
         """Raise an error if the folder was removed, emptied or replaced."""
-        if self._lock is not None:  # several processes may share a study's folder
-            self._lock.refuse_lost()
+        assert self._lease is not None
+        self._lease.refuse_lost()
 
-    def _run(self, jobs: Sequence[Job], stop: Callable[[], bool] = lambda: False) -> bool:
-        """Run the remaining rounds of jobs, as populations where they can be stacked; return whether all finished.
+    def _run(self, plans: Sequence[Iterator[Sequence[Job]]], stop: Callable[[], bool] = lambda: False) -> bool:
+        """Run the jobs of all plans, together with the other processes; return whether all finished.
 
-        `stop` is a further reason to stop after a round.
+        A plan yields the jobs of a stage, and of the next one when all of them have ended, here or elsewhere. `stop` is
+        a further reason to stop after a round.
         """
-        self._refuse_lost()
-        for first in range(0, len(jobs), MAX_OPEN_RUNS):
-            with LogLines() as lines, contextlib.ExitStack() as stack:
-                left: list[_Open] = []
-                for job in jobs[first : first + MAX_OPEN_RUNS]:
-                    lines.about = job.folder  # whatever is logged while it is built
-                    engine = kept_engine(job.folder, job.experiment.run.engine)
-                    simulation = build(job.experiment.changed(run={"engine": engine}), self._splits_of(job.experiment))
-                    events = TensorBoard(job.folder) if self._tensorboard else None
-                    config = resolved(job.experiment, simulation)
-                    folder = stack.enter_context(RunFolder(job.folder, config, lines=lines, tensorboard=events))
-                    if folder.ended:
-                        self._end(job)
+        parts = math.ceil(self._workers / max(1, len(plans)))
+        stages: dict[Iterator[Sequence[Job]], list[list[Job]]] = {plan: [] for plan in plans}
+        is_waiting = False
+        while True:
+            self._refuse_lost()
+            for plan in plans:
+                while plan in stages and not (left := self._left(stages[plan])):
+                    jobs = next(plan, None)
+                    if jobs is None:
+                        del stages[plan]
                     else:
-                        left.append(_Open(job, simulation, folder))
-                lines.about = None
-                for group in stackable(left):
-                    if not self._train(group, stop):
-                        return False
-                    for run in group:
-                        self._end(run.job)
+                        stages[plan] = self._units(jobs, parts)
+                if plan in stages:
+                    stages[plan] = left
+            units = [unit for stage in stages.values() for unit in stage]
+            if not units:
+                return True
+            leases = next(filter(None, map(self._claim, units)), None)
+            if leases is not None:
+                is_waiting = False
+                if not self._train_unit(leases, stop):
+                    return False
+            elif self._stop():
+                return False
+            else:
+                if not is_waiting:
+                    self.on_wait(sum(map(len, self._left(units))))
+                is_waiting = True
+                time.sleep(WAIT_S)
+
+    def _left(self, units: Iterable[Sequence[Job]]) -> list[list[Job]]:
+        """Return the jobs that have not ended, by unit."""
+        return [left for unit in units if (left := [job for job in unit if not self._has_ended(job)])]
+
+    def _has_ended(self, job: Job) -> bool:
+        """Return whether a job has ended, and report one that another process has ended since we looked."""
+        if job in self._ended:
+            return True
+        if job.folder in self._unchecked or not has_ended(job):
+            return False
+        self._end(job)
+        return True
+
+    def _units(self, jobs: Sequence[Job], parts: int) -> list[list[Job]]:
+        """Return jobs in units that one process trains: those that may be stacked, cut into parts for the others."""
+        groups: dict[str, list[Job]] = {}
+        for job in jobs:
+            data, seed = job.experiment.data.validation, job.experiment.train.seed
+            key = repr((_settings(job), data and seed)) if self._can_stack else str(job.folder)
+            groups.setdefault(key, []).append(job)
+        sizes = {key: min(MAX_OPEN_RUNS, math.ceil(len(group) / parts)) for key, group in groups.items()}
+        return [group[i : i + sizes[key]] for key, group in groups.items() for i in range(0, len(group), sizes[key])]
+
+    def _claim(self, unit: Sequence[Job]) -> dict[Job, Lease]:
+        """Lease all jobs of a unit; none if another process has one, as a part of a population rounds differently."""
+        leases: dict[Job, Lease] = {}
+        if any(is_held(job.folder) for job in unit):
+            return leases
+        for job in unit:
+            lease = claim(job.folder)
+            if lease is None:  # another process was faster
+                for mine in leases.values():
+                    mine.release()
+                return {}
+            leases[job] = lease
+        for job in list(leases):
+            if self._has_ended(job):  # before it was leased
+                leases.pop(job).release()
+        return leases
+
+    def _train_unit(self, leases: Mapping[Job, Lease], stop: Callable[[], bool]) -> bool:
+        """Run the remaining rounds of leased jobs, as populations where they can be stacked; return whether all did.
+
+        Of several populations, only the first one is trained if other processes can train the rest.
+        """
+        with LogLines() as lines, contextlib.ExitStack() as stack:
+            for lease in leases.values():
+                stack.callback(lease.release)
+            left: list[_Open] = []
+            for job, lease in leases.items():
+                lines.about = job.folder  # whatever is logged while it is built
+                engine = kept_engine(job.folder, job.experiment.run.engine)
+                simulation = build(job.experiment.changed(run={"engine": engine}), self._splits_of(job.experiment))
+                events = TensorBoard(job.folder) if self._tensorboard else None
+                config = resolved(job.experiment, simulation)
+                folder = RunFolder(job.folder, config, lines=lines, tensorboard=events, lease=lease)
+                stack.callback(folder.close)
+                self._unchecked.discard(job.folder)
+                if folder.ended:
+                    self._end(job)
+                else:
+                    left.append(_Open(job, simulation, folder))
+            lines.about = None
+            groups = stackable(left)
+            if count_joined(self.folder) > 1:
+                for run in (run for group in groups[1:] for run in group):
+                    run.folder.close()
+                groups = groups[:1]
+            for group in groups:
+                if not self._train(group, stop):
+                    return False
+                for run in group:
+                    self._end(run.job)
         return True
 
     def _train(self, group: list[_Open], stop: Callable[[], bool]) -> bool:
@@ -258,7 +327,7 @@ class Trials:
         return not stopped
 
     def _end(self, job: Job) -> None:
-        self._ended[job.folder] = None
+        self._ended[job] = None
         self.on_end(job, read_record(job.folder))
 
     def _splits_of(self, experiment: Experiment) -> Splits:
@@ -271,29 +340,30 @@ class Trials:
         return self._splits[held_out, seed]
 
 
-def read_begun(folders: Iterable[Path]) -> list[Record]:
-    """Return the records of the runs that have begun."""
-    return [read_record(folder) for folder in folders if (folder / "metrics.jsonl").exists()]
+def mark_replaced(folder: Path, section: Compare | Tune) -> None:
+    """Let the first of several workers that joins the folder delete its runs; refuse if a process works there."""
+    kind, key = ("compare", "algorithms") if isinstance(section, Compare) else ("tune", "tuning")
+    check_folder(folder, key, f"those of lamina {kind}", overwrite=True)
+    with turn(folder):
+        for owner in others(folder):
+            raise in_use(owner, folder)
+        if names_in(folder):
+            (folder / REPLACED).touch()
 
 
-def refuse_nan(what: str, metric: str, trials: Sequence[Trial]) -> None:
-    """Raise an error if all trials have ended and none has a score, but not because all diverged."""
-    remarks = {trial.remark for trial in trials}
-    if "" in remarks and "not finished" not in remarks and all(math.isnan(trial.score) for trial in trials):
-        raise BadInput(
-            f"{what}the metric '{metric}', by which settings are chosen, is NaN in every round of all trials: correct "
-            "it or name another one first in `metrics`"
-        )
+def in_use(owner: Owner, folder: Path) -> BadInput:
+    """Return the error of an --overwrite of a folder that another process works in."""
+    return BadInput(
+        f"{owner} works in the folder '{folder}', and --overwrite would delete its runs: run the command without "
+        "--overwrite to share the work, or end that process first"
+    )
 
 
-def refuse_all_diverged(trials: Iterable[Trial], rule: Callable[[Iterable[object]], bool] = all) -> None:
-    """Raise an error if all runs of every trial diverged; with the rule `any`, if some run of every trial did."""
-    trials = list(trials)
-    diverged = [(trial, record) for trial in trials for record in trial.records if record.diverged]
-    if diverged and all(rule(record.diverged for record in trial.records) for trial in trials):
-        trial, record = diverged[0]
-        first = f"{trial.name}, {written(trial.settings)}, seed {record.seed}: {record.diverged}"
-        raise Diverged(f"every run diverged; the first: {first}", round=len(record.history) + 1, client=None, layer="")
+def has_ended(job: Job) -> bool:
+    """Return whether a job's folder holds all its rounds and the model, or a run that diverged."""
+    if (job.folder / "diverged.json").exists():
+        return True
+    return (job.folder / "model.safetensors").exists() and len(read_record(job.folder).history) >= job.rounds
 
 
 def stackable(runs: list[_Open]) -> list[list[_Open]]:

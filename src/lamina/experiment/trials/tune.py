@@ -8,7 +8,8 @@ loss), on held-out *training* data unless ``tune.select = "test"``, and the mean
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ from lamina.experiment.runs.records import (
 from lamina.experiment.toml import as_toml, fits_any_data, set_keys
 from lamina.experiment.trials.settings import Grid, Range, Settings, folder_name, points, written
 from lamina.experiment.trials.study import Study, find_space, remove_study
-from lamina.experiment.trials.trials import Job, Trial, Trials, read_begun, refuse_nan
+from lamina.experiment.trials.trial import Trial, read_begun, refuse_nan
+from lamina.experiment.trials.trials import WAIT_S, Job, Trials
 from lamina.storage.files import as_json, write_csv, write_json, writing_to
-from lamina.storage.locks import turn
 from lamina.training.history import Row, mean
 from lamina.training.metrics import smaller_is_better
 
@@ -79,6 +80,12 @@ def find_grid(experiment: Experiment) -> Grid:
     return grid
 
 
+def count_runs(experiment: Experiment) -> int:
+    """Return how many runs a tuning has."""
+    spec = experiment.tune
+    return spec.seeds * (len(points(find_grid(experiment))) if spec.sampler == "grid" else spec.trials)
+
+
 def with_settings(experiment: Experiment, settings: Settings) -> Experiment:
     """Return the experiment with some keys set, validated as a file would be."""
     tree = experiment.model_dump(exclude_unset=True)
@@ -98,8 +105,7 @@ def with_settings(experiment: Experiment, settings: Settings) -> Experiment:
 class Tuning(Trials):
     """The tuning of an experiment file in a folder; `run` fills `trials`.
 
-    The runs are in ``<trial>/seed<n>``. With Optuna several processes may share a folder. The options are those of
-    `Trials`.
+    The runs are in ``<trial>/seed<n>``. The options are those of `Trials`.
     """
 
     def __init__(self, experiment: Experiment, folder: Path, **options: Any) -> None:
@@ -145,8 +151,8 @@ class Tuning(Trials):
         return max(counting, key=lambda trial: trial.score_key, default=None)
 
     def run(self) -> bool:
-        """Run what is left; return whether all runs finished."""
-        with writing_to(self.folder):
+        """Run what is left, with other processes that do the same; return whether all runs finished."""
+        with writing_to(self.folder), self._joined():
             return self._run_grid() if self._study is None else self._run_study(self._study)
 
     def _describe(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -174,38 +180,48 @@ class Tuning(Trials):
         return Trial(name, settings, records, self.spec.seeds, pruned)
 
     def _run_grid(self) -> bool:
-        with self._locked():
-            self._recognise()
-            named = [(folder_name(settings), settings) for settings in self._points]
-            trials = [self._jobs(name, settings, written(settings)) for name, settings in named]
-            # Seeds outside: runs that hold out different samples cannot be stacked, neighbours can.
-            finished = self._run([job for same_seed in zip(*trials, strict=True) for job in same_seed])
-            self._refuse_lost()
+        named = [(folder_name(settings), settings) for settings in self._points]
+        trials = [self._jobs(name, settings, written(settings)) for name, settings in named]
+        # Seeds outside: runs that hold out different samples cannot be stacked, neighbours can.
+        finished = self._run([iter([[job for same_seed in zip(*trials, strict=True) for job in same_seed]])])
+        with self._turn():
             write_json(self.folder / "config.json", self._config)
-            self.trials = [self._read(name, settings) for name, settings in named]
-            self._save()
-            refuse_nan("", self.metric, self.trials)
-            return finished
+            self._save_trials([(name, settings, False) for name, settings in named])
+        return finished
 
     def _run_study(self, study: Study) -> bool:
-        with turn(self.folder):
-            self._recognise()
-            study.open(maximise=not smaller_is_better(self.metric))
-        finished = True
+        finished, is_waiting = True, False
         while finished:
-            with turn(self.folder):
+            with self._turn():
                 claimed = study.claim(self.spec.trials)
-            if claimed is None:
+                running = study.running
+            if claimed is not None:
+                is_waiting = False
+                try:
+                    finished = self._run_trial(study, *claimed)
+                finally:
+                    study.release()
+            elif not running:
                 break
-            try:
-                finished = self._run_trial(study, *claimed)
-            finally:
-                study.release()
-        with turn(self.folder):
-            self.trials = [self._read(*proposed) for proposed in study.proposed()]
-            self._save()
-            refuse_nan("", self.metric, self.trials)
+            else:
+                if not is_waiting:
+                    self.on_wait(running * self.spec.seeds)
+                is_waiting, finished = True, not self._stop()
+                time.sleep(WAIT_S)
+        with self._turn():
+            self._save_trials(study.proposed())
         return finished
+
+    def _save_trials(self, trials: Iterable[tuple[str, Settings, bool]]) -> None:
+        """Read trials, given by name, settings and whether they were pruned, and write the tables."""
+        self.trials = [self._read(*trial) for trial in trials]
+        self._save()
+        refuse_nan("", self.metric, self.trials)
+
+    def _prepare(self) -> None:
+        self._recognise()
+        if self._study is not None:
+            self._study.open(maximise=not smaller_is_better(self.metric))
 
     def _recognise(self) -> None:
         """Refuse a folder whose trials cannot be compared with this tuning's; write the configuration of a new one."""
@@ -241,7 +257,8 @@ class Tuning(Trials):
         try:
             jobs = self._jobs(name, settings, label)
         except BadInput as error:  # each value alone was allowed; started again, the study continues without this trial
-            study.end("failed")
+            with self._turn():
+                study.end("failed")
             raise BadInput(f"{label}: {error}") from error
         pruned, show_round = False, self.on_round
 
@@ -250,23 +267,24 @@ class Tuning(Trials):
             nonlocal pruned
             show_round(job, row)
             if job is jobs[0] and self.metric in row and math.isfinite(row[self.metric]):
-                pruned = study.report(int(row["round"]), float(row[self.metric])) or pruned
+                with self._turn():
+                    pruned = study.report(int(row["round"]), float(row[self.metric])) or pruned
 
         self.on_round = ask_pruner
         try:
-            finished = self._run(jobs, stop=lambda: pruned)
+            finished = self._run([iter([jobs])], stop=lambda: pruned)
         finally:
             self.on_round = show_round
         trial = self._read(name, settings)
-        if finished and trial.remark == "":
-            study.end("failed" if math.isnan(trial.score) else trial.score)
-        elif trial.remark == "diverged":
-            study.end("pruned")  # not "failed", which the sampler ignores: it should learn to avoid such values
-        elif pruned:
-            study.end("pruned")
-            self.on_end(jobs[0], trial.records[0])
-        else:
+        if not (finished and trial.remark == "") and trial.remark != "diverged" and not pruned:
             return False  # the study counts it as running, and the next process without a trial resumes it
+        with self._turn():
+            if finished and trial.remark == "":
+                study.end("failed" if math.isnan(trial.score) else trial.score)
+            else:  # also if it diverged: the sampler ignores "failed", and should learn to avoid such values
+                study.end("pruned")
+        if pruned and trial.remark == "not finished":
+            self.on_end(jobs[0], trial.records[0])
         return True
 
     def edges(self) -> list[str]:

@@ -22,7 +22,7 @@ from lamina.flower import keys
 from lamina.flower.local import processes
 from lamina.flower.local.processes import HOST, FederationFailed, Process, Processes
 from lamina.flower.signing import NODE_OPTION
-from lamina.storage.locks import Lock
+from lamina.storage.leases import Lease, take
 
 LINK = "federation"  # what the flwr command calls our SuperLink
 START_S, COMMAND_S = 90.0, 120.0  # for a process to come up, for a flwr command
@@ -46,7 +46,7 @@ class LocalFederation:
         self.nodes: dict[int, Process] = {}  # by client
         self.superlink: Process | None = None
         self._say = say
-        self._lock: Lock | None = None
+        self._lease: Lease | None = None
 
     def __enter__(self) -> LocalFederation:
         self._umask_before = os.umask(0o077)  # only their owner may read databases, logs and records of all processes
@@ -63,7 +63,7 @@ class LocalFederation:
 
     def start(self) -> None:
         """Make the keys; start the SuperLink and the nodes; wait until all have joined."""
-        self._lock = Lock(keys.private_folder(self.folder))
+        self._lease = take(keys.private_folder(self.folder))
         self.folder.chmod(0o700)  # also one from before
         self._delete_temporary()  # the SuperLink would refuse the nodes of the last start for a minute
         for name in ("keys", "superlink", "command", "logs", "app", *map(node_name, range(self.count))):
@@ -85,10 +85,10 @@ class LocalFederation:
     def close(self) -> None:
         """End every process of the federation; the logs and the nodes' state stay. May be called again."""
         self.processes.close()
-        if self._lock is not None:
+        if self._lease is not None:
             self._delete_temporary()
-            self._lock.release()
-            self._lock = None
+            self._lease.release()
+            self._lease = None
 
     def _delete_temporary(self) -> None:
         for name in ("app", "command", "keys", "superlink"):
