@@ -59,6 +59,11 @@ SAME = {
     "alpha": (lambda x, on: F.alpha_dropout(x, 0.3, on), nn.AlphaDropout(0.3), (16,)),
     "alpha inplace": (lambda x, on: (F.alpha_dropout(x, 0.3, on, True), x)[1], nn.AlphaDropout(0.3), (16,)),
     "features": (lambda x, on: F.feature_alpha_dropout(x, 0.3, on), nn.FeatureAlphaDropout(0.3), (8, 2)),
+    "coins": (
+        lambda x, on: x * x.new_empty(x.shape).bernoulli_(1 - 0.3).div_(1 - 0.3) if on else x,
+        nn.Dropout(0.3),
+        (16,),
+    ),
 }
 
 
@@ -105,6 +110,15 @@ def test_functions_have_torchs_defaults():
     with functional(1):
         is_changed = [not torch.equal(function(x), x) for function in functions]
     assert is_changed == [not torch.equal(function(x), x) for function in functions] == [True, True, False, False]
+
+
+def test_coins_with_a_generator_or_a_tensor_of_rates_are_torchs():
+    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+    with functional(1):
+        own = torch.empty(50).bernoulli_(0.5, generator=generators[0])
+        certain = torch.empty(50).bernoulli_(torch.ones(50))
+    assert torch.equal(own, torch.empty(50).bernoulli_(0.5, generator=generators[1]))
+    assert bool(certain.all())
 
 
 def test_masks_have_the_right_rate_and_scale():

@@ -379,6 +379,7 @@ class DropPath(nn.Module):
 WORDS_OF_SAMPLES, IMAGES, ROWS, GRAPHS = "words", "images", "rows", "graphs"
 STACKED = {
     "ViT": (ViT, IMAGES),
+    "DropPath": (DropPath, ROWS),
     "resized positions": (ResizedPositions, IMAGES),
     "nanoGPT": (NanoGPT, WORDS_OF_SAMPLES),
     "the embedding's weight as the output layer": (lambda: NanoGPT(direct=True), WORDS_OF_SAMPLES),
@@ -398,7 +399,7 @@ STACKED = {
     "weight norm": (lambda: computed(parametrizations.weight_norm), ROWS),
     "orthogonal weights": (lambda: computed(parametrizations.orthogonal, orthogonal_map="cayley"), ROWS),
 }
-IN_THE_LOOP = {"packed": (Packed, WORDS_OF_SAMPLES), "DropPath": (DropPath, ROWS)}
+IN_THE_LOOP = {"packed": (Packed, WORDS_OF_SAMPLES)}
 
 
 def data(kind, samples=48, dtype=torch.float64):

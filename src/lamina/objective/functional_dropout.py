@@ -1,7 +1,8 @@
 """Dropout that a module's forward calls as a function, `F.dropout` and its kin, with masks from the clients' streams.
 
-Attention calls it so in Hugging Face's `transformers`, and many modules do. A `TorchFunctionMode` around the forward
-pass sees these calls. All calls of a pass together draw as one more dropout layer that is called several times.
+Attention calls it so in Hugging Face's `transformers`, and many modules do; `Tensor.bernoulli_` is how timm and
+torchvision drop whole samples from a residual block (DropPath, stochastic depth). A `TorchFunctionMode` around the
+forward pass sees these calls. All calls of a pass together draw as one more dropout layer that is called several times.
 """
 
 from __future__ import annotations
@@ -52,9 +53,11 @@ class FunctionalDropout(FromStreams, TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        attends = func is F.scaled_dot_product_attention
-        if not (attends or func in FUNCTIONS) or self.is_left_to_torch(*args, *kwargs.values()):
+        attends, flips = func is F.scaled_dot_product_attention, func is Tensor.bernoulli_
+        if not (attends or flips or func in FUNCTIONS) or self.is_left_to_torch(*args, *kwargs.values()):
             return func(*args, **kwargs)
+        if flips:
+            return self._flip_coins(*args, **kwargs)
         return self._attend(*args, **kwargs) if attends else self._drop(func, *args, **kwargs)
 
     def _drop(
@@ -79,6 +82,13 @@ class FunctionalDropout(FromStreams, TorchFunctionMode):
         self.calls, self.is_called = self.calls + 1, True
         dropped: Tensor = layer(input)
         return dropped
+
+    def _flip_coins(self, input: Tensor, p: float | Tensor = 0.5, *, generator: Any = None) -> Tensor:
+        """Fill a tensor, whose first axis holds the samples, with ones of probability p and zeros."""
+        if isinstance(p, Tensor) or generator is not None:
+            return input.bernoulli_(p, generator=generator)
+        self.is_called = True
+        return input.copy_(self.kept(input.shape, 1 - p))
 
     def _attend(
         self,
