@@ -131,6 +131,7 @@ def test_ctrl_c_ends_it(monkeypatch):
 
 
 def test_a_run_before_its_first_round(capsys):
+    Path("run").mkdir()
     lease = take(Path("run"))
     assert frame(capsys, "run") == "run: waiting for the first round\n"
     lease.release()
