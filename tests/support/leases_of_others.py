@@ -2,9 +2,12 @@
 
 import json
 
+from lamina.storage import leases
+
 
 def abandon(lease):
-    """Leave a lease as a killed process of this machine does."""
+    """Leave a lease as a killed process of this machine does: it is not renewed, and no such process exists."""
+    leases._renewed.discard(lease)
     rewrite(lease.path, started="0")
 
 
