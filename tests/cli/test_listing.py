@@ -53,9 +53,10 @@ def test_show_says_what_an_experiment_trains_and_sends(tmp_path, capsys):
     assert line.split()[1:6:2] == [f"{size * 4 * models / 1e3:.1f}" for models in (3, 2, 0)]
     assert line.split()[-1] == "stacked"
     assert "engine stacked on cpu: the fastest for this model" in printed
-    file.write_text('model = { name = "mlp", hidden = 4 }\n[run]\nengine = "loop"\n')
-    assert call("show", str(file)) == 0
-    assert "engine loop on cpu: engine='loop' was asked for" in capsys.readouterr().out
+    for engine in ("loop", "stacked"):
+        file.write_text(f'model = {{ name = "mlp", hidden = 4 }}\n[run]\nengine = "{engine}"\n')
+        assert call("show", str(file)) == 0
+        assert f"engine {engine} on cpu: engine='{engine}' was asked for" in capsys.readouterr().out
 
 
 def test_show_describes_a_class_of_the_users_own(capsys):

@@ -140,8 +140,8 @@ def test_workers_are_submitted(here, capsys, monkeypatch):
     assert call(*command("alone")) == 0
     arguments = [word for word in command("c") if word != "--quiet"]
     assert call(*arguments, "--workers", 2, "--slurm", "gpus=0,time=5") == 0
-    said = capsys.readouterr().out
-    assert "submitted 2 jobs: " in said
-    assert f"lamina watch {here / 'c'}" in said
+    printed = capsys.readouterr().out
+    assert "submitted 2 jobs: " in printed
+    assert f"lamina watch {here / 'c'}" in printed
     wait_until(lambda: len(list((here / "c-slurm").glob("*_result.pkl"))) == 2)
     assert_same_comparison("alone", "c")

@@ -115,9 +115,9 @@ def test_functions_have_torchs_defaults():
 def test_coins_with_a_generator_or_a_tensor_of_rates_are_torchs():
     generators = [torch.Generator().manual_seed(0) for _ in range(2)]
     with functional(1):
-        own = torch.empty(50).bernoulli_(0.5, generator=generators[0])
+        drawn = torch.empty(50).bernoulli_(0.5, generator=generators[0])
         certain = torch.empty(50).bernoulli_(torch.ones(50))
-    assert torch.equal(own, torch.empty(50).bernoulli_(0.5, generator=generators[1]))
+    assert torch.equal(drawn, torch.empty(50).bernoulli_(0.5, generator=generators[1]))
     assert bool(certain.all())
 
 

@@ -133,7 +133,8 @@ def _fastest_engine(
             forward, why = choose_forward(objective, sample, precision)
             why = why or _why_one_order(algorithm, objective)
             if forward is not None and not why:
-                return Stacked(forward=forward, **settings)
+                why = "the fastest for this model" if name == "auto" else "engine='stacked' was asked for"
+                return Stacked(forward=forward, **settings, why=why)
         if name == "captured" or (name == "auto" and objective.device.type == "cuda"):
             reason = why_not_captured(objective, sample)
             if not reason:

@@ -29,8 +29,8 @@ class Population:
 
     They may also differ in `clip`, `weighting`, the test data and all that the round plan decides but `batch_size`.
     What they must share (the training data, the model, the algorithm, ...) is compared; a difference is refused by
-    name. A member that diverges is frozen and reported in `diverged`, the others continue. Seconds of a round are
-    shared equally among its members.
+    name. Members that run client by client are trained in turn. A member that diverges is frozen and reported in
+    `diverged`, the others continue. Seconds of a round are shared equally among its members.
 
     >>> import torch, lamina
     >>> x, y = torch.randn(60, 5), torch.randint(0, 3, (60,))

@@ -94,7 +94,7 @@ class Stacked:
     forward: Forward
     protocol: TrainSettings  # for `run_round`; members share its aggregation and augmentation
     record_trust_ratios: bool = False
-    why: str = "the fastest for this model"  # the reason for this engine, which messages quote
+    why: str = ""  # the reason for this engine, which messages quote
     memory: Memory = field(init=False)
     graphs: Graphs | Apart | None = field(init=False)  # captured local steps; None: steps run one operation at a time
     feed: BatchFeed = field(init=False)

@@ -66,8 +66,8 @@ def squared_distances(rows: Tensor, centres: Tensor, which: Sequence[int]) -> Te
     total = torch.zeros(len(rows), dtype=dtype, device=rows.device)
     width = max(1, PIECE_ELEMENTS // len(rows))
     for piece, centre in zip(torch.split(rows, width, -1), torch.split(centres, width, -1), strict=True):
-        own = centre if index is None else centre.index_select(0, index)
-        total += _squares(piece.to(dtype) - own)
+        nearest_pieces = centre if index is None else centre.index_select(0, index)
+        total += _squares(piece.to(dtype) - nearest_pieces)
     return total
 
 
