@@ -129,9 +129,19 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"amendment": "per_client", "alpha": 0.3},
     ],
     "fedams": [*FED, *DECAYS],
-    "fedlamb": [*FED, *LAYERWISE, {"layers": "module", "decay": 0.1, "sync_every": 2}],
+    "fedlamb": [
+        *FED,
+        *LAYERWISE,
+        {"layers": "module", "decay": 0.1, "sync_every": 2},
+        {"layers": "model", "decay": 0.1},
+    ],
     "mime": [*MIME, *DECAYS],
-    "mimelamb": [*MIME, *LAYERWISE, {"preset": "mime", "layers": "module", "decay": 0.1}],
+    "mimelamb": [
+        *MIME,
+        *LAYERWISE,
+        {"preset": "mime", "layers": "module", "decay": 0.1},
+        {"layers": "model"},
+    ],
 }
 SETTINGS: list[dict[str, Any]] = [
     {},

@@ -133,7 +133,7 @@ def layerwise(o: Options, y: Array, psi: Array) -> Array:
     """phi(||y||) u / ||u|| for every layer, u = psi + lambda y; step 0 if ||u|| = 0 (Fed-LAMB eq. 3, A10-A12)."""
     u = psi + (o.decay * y if o.decay_form == "ratio" else 0.0)
     out = np.zeros_like(u)
-    for part in MODULES if o.layers == "module" else TENSORS:
+    for part in {"tensor": TENSORS, "module": MODULES, "model": [slice(None)]}[o.layers]:
         norm_y, norm_u = np.sqrt((y[part] ** 2).sum()), np.sqrt((u[part] ** 2).sum())
         if norm_u == 0:
             continue

@@ -11,15 +11,16 @@ from torch import Tensor, nn
 
 from lamina.base.errors import BadInput
 
-Grouping = Literal["tensor", "module"]
+Grouping = Literal["tensor", "module", "model"]
 
 
 class Layers:
     """The layout of a flat vector: one segment per trainable tensor, in the module's own order.
 
     A "layer" is one parameter tensor (``by="tensor"``, the practice of LAMB) or all tensors of one
-    module together (``by="module"``: weight and bias share a norm). Every method accepts any leading
-    axes, so the same code serves one client, a stacked cohort and a population of experiments.
+    module together (``by="module"``: weight and bias share a norm); with ``by="model"`` the whole
+    vector is one layer. Every method accepts any leading axes, so the same code serves one client, a
+    stacked cohort and a population of experiments.
 
     >>> layers = Layers({"fc.weight": (2, 2), "fc.bias": (2,)})
     >>> u = torch.tensor([3.0, 0.0, 0.0, 4.0, 0.0, 1.0])
@@ -44,8 +45,8 @@ class Layers:
             owner = name.rpartition(".")[0]
             modules[owner] = modules.get(owner, 0) + size
         # Parameters of one module follow one another in named_parameters(), so groups are contiguous.
-        self._sizes: dict[str, list[int]] = {"tensor": self.sizes, "module": list(modules.values())}
-        self._names: dict[str, tuple[str, ...]] = {"tensor": self.names, "module": tuple(modules)}
+        self._sizes = {"tensor": self.sizes, "module": list(modules.values()), "model": [self.size]}
+        self._names = {"tensor": self.names, "module": tuple(modules), "model": ("model",)}
         self._repeats: dict[tuple[str, torch.device], Tensor] = {}
 
     @classmethod

@@ -244,6 +244,7 @@ def test_answers_follow_the_model_the_functions_and_the_options(monkeypatch):
 def test_every_algorithm_of_ours_works_layer_by_layer():
     assert all(works_by_layer(lamina.create(name), *MODEL) for name in lamina.registry())
     assert not works_by_layer(lamina.create("fedlamb", layers="module"), *MODEL)
+    assert not works_by_layer(lamina.create("fedlamb", layers="model"), *MODEL)
 
 
 @pytest.mark.parametrize(("kind", "by_layer"), [(PerLayer, True), (PerModule, False)])

@@ -46,6 +46,7 @@ CASES |= {
     "scaffold clipped": {"clip_direction": 0.5, "decay": 0.01},
     "fedadam_star clipped": {"clip_direction": 0.5, "decay": 0.01, "decay_form": "decoupled"},
     "fedlamb modules": {"layers": "module", "decay": 0.01},
+    "fedlamb model": {"layers": "model", "decay": 0.01},
     "fedlada corrected": {"moment_correction": "m", "ga_correction": True, "amsgrad": False, "eps": 1e-3},
     "fedlada_lamb corrected": {"moment_correction": "m", "ga_correction": True, "decay": 0.01},
     "fedlamb running": {"zero_norm": "lamb", "second_moment": "running", "first_round": "running"},

@@ -6,7 +6,7 @@ import torch
 import lamina
 from lamina.algorithms.contract import ClientInfo, LocalModel, ServerInfo
 from lamina.algorithms.declaration import options
-from lamina.engines.stacked.gpu.trace import CannotFuse, trace_step
+from lamina.engines.stacked.gpu.trace import CannotFuse, kind_of, trace_step
 from lamina.engines.stacked.independence import number_options
 from lamina.objective.layers import Layers
 
@@ -20,7 +20,8 @@ def traced(algorithm):
     down = algorithm.broadcast(algorithm.init(x, LAYERS), server_info)
     info = ClientInfo(1, 0.1, LAYERS, full_gradient=x if needs.full_gradient else None)
     local = algorithm.begin(down, algorithm.client_init(x, LAYERS), info)
-    sizes = {1: "row", len(LAYERS.group_sizes(algorithm.grouping)): algorithm.grouping, LAYERS.size: "element"}
+    per_layer = len(LAYERS.group_sizes(algorithm.grouping))
+    sizes = {1: "row", per_layer: kind_of(algorithm.grouping), LAYERS.size: "element"}
     kinds = {"lr": "row", "clip": "row"} | {f"number_{name}": "row" for name in number_options(algorithm)}
     for prefix, record in (("local", local), ("down", down)):
         fields = zip(record._fields, record, strict=True)
@@ -30,6 +31,7 @@ def traced(algorithm):
 
 MORE = {
     "by module": lamina.FedLamb(layers="module"),
+    "whole model": lamina.FedLamb(layers="model"),
 }
 
 

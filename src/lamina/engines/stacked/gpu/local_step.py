@@ -26,7 +26,7 @@ from torch import Tensor
 from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.declaration import options
 from lamina.engines.stacked.gpu.launch import launch
-from lamina.engines.stacked.gpu.trace import CannotFuse, Value, trace_step
+from lamina.engines.stacked.gpu.trace import CannotFuse, Value, kind_of, trace_step
 from lamina.objective.layers import Layers
 
 BLOCK = 1024  # elements that a program works on
@@ -197,8 +197,8 @@ class LocalStep:
         """
         self._rounded, self._rows = rounded, len(local.y)
         by = algorithm.grouping
-        sizes = {1: "row", len(layers.group_sizes(by)): by, layers.size: "element"}
-        if len(sizes) < 3:
+        sizes = {1: "row", len(layers.group_sizes(by)): kind_of(by), layers.size: "element"}
+        if len(sizes) < (2 if by == "model" else 3):
             raise CannotFuse("numbers per layer and elements cannot be told apart in so small a model")
         buffers: dict[str, Tensor] = {"lr": lr} | ({} if clip is None else {"clip": clip})
         for prefix, record in (("local", local), ("down", down)):

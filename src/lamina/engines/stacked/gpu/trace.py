@@ -196,6 +196,11 @@ class Trace(WatchingMode):
         return (terms[0] if template is None else template.format(*terms)), operands
 
 
+def kind_of(by: Grouping) -> Kind:
+    """Return the kind of one number per layer; if the whole model is one layer, that is a number per row."""
+    return "row" if by == "model" else by
+
+
 class TracedLayers(Layers):
     """Layers of a traced model; what a step asks of them is recorded as one operation each."""
 
@@ -207,7 +212,7 @@ class TracedLayers(Layers):
         """Record the norms of all layers."""
         with self._trace.paused():
             norms = super().norms(u, by)
-        self._trace.add_norm(u, norms, by)
+        self._trace.add_norm(u, norms, kind_of(by))
         return norms
 
     def spread(self, per_layer: Tensor, by: Grouping = "tensor") -> Tensor:
