@@ -50,10 +50,10 @@ def wait_until(condition):
 
 
 def test_a_worker_knows_its_place(monkeypatch, here):
-    assert (is_worker(), this_worker()) == (False, Worker(1, 1, 1))
-    for name, value in Worker(2, 4, 3).environment().items():
+    assert (is_worker(), this_worker()) == (False, Worker(1, 1))
+    for name, value in Worker(2, 3).environment().items():
         monkeypatch.setenv(name, value)
-    assert (is_worker(), this_worker()) == (True, Worker(2, 4, 3))
+    assert (is_worker(), this_worker()) == (True, Worker(2, 3))
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
     assert choose_threads(load("small.toml"), 10**7) == 4
 
@@ -82,7 +82,7 @@ def test_gpus_are_shared_in_turn(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", Ended)
     assert workers.run_workers(["lamina"], 3) == 0
     assert started == [
-        (["lamina"], "3", "1/3/1"), (["lamina", "--quiet"], "5", "2/3/1"), (["lamina", "--quiet"], "3", "3/3/1")
+        (["lamina"], "3", "1/1"), (["lamina", "--quiet"], "5", "2/1"), (["lamina", "--quiet"], "3", "3/1")
     ]  # fmt: skip
 
 

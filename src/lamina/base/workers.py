@@ -13,12 +13,11 @@ class Worker:
     """A process that shares the runs of a command; a process that nobody started as a worker is the only one."""
 
     number: int = 1  # the first one shows progress and results
-    count: int = 1
     here: int = 1  # how many share the cores of this machine
 
     def environment(self) -> dict[str, str]:
         """Return the variable that tells a process that it is this worker."""
-        return {VARIABLE: f"{self.number}/{self.count}/{self.here}"}
+        return {VARIABLE: f"{self.number}/{self.here}"}
 
 
 def is_worker() -> bool:

@@ -88,16 +88,14 @@ def run_comparison(
         data = experiment.compare.select if job.tuning else "test"
         print_ending(which, record, f"best {data} {record.history.metric}")
 
-    worker = this_worker()
-    options = {"overwrite": overwrite, "tensorboard": tensorboard, "workers": worker.count}
-    comparison = Comparison(experiment, path, stop=stop, **options)
+    comparison = Comparison(experiment, path, stop=stop, overwrite=overwrite, tensorboard=tensorboard)
     with stop, base.round_bars(experiment.compare.algorithms) as bars:
         follow(comparison, bars)
         if not bars.live:
             comparison.on_end = print_end
         comparison.on_wait = print_wait
         finished = comparison.run()
-    if comparison.entries and worker.number == 1:
+    if comparison.entries and this_worker().number == 1:
         show(comparison)
     return comparison, finished
 

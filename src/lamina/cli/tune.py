@@ -52,7 +52,7 @@ def tune(
     if launch(workers, slurm, count_runs(experiment), path, [(path, experiment.tune)] * overwrite):
         return
     stop, worker = base.Stop(), this_worker()
-    tuning = Tuning(experiment, path, overwrite=overwrite, stop=stop, workers=worker.count)
+    tuning = Tuning(experiment, path, overwrite=overwrite, stop=stop)
     rounds = tuning.count * experiment.tune.seeds * experiment.train.rounds
     with stop, base.round_bars(["tuning"], total=rounds) as bars:
         tuning.on_round = lambda job, row: bars.update("tuning", row, advance=1, state=job.label)

@@ -93,7 +93,7 @@ def run_workers(command: list[str], count: int) -> int:
 
     def start(number: int) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
         errors = tempfile.TemporaryFile()  # noqa: SIM115 (it is read when the worker has ended)
-        environment = {**os.environ, **Worker(number, count, 1 if gpus else count).environment()}
+        environment = {**os.environ, **Worker(number, 1 if gpus else count).environment()}
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = gpus[(number - 1) % len(gpus)]
         quiet: dict[str, Any] = {} if number == 1 else {"stdout": subprocess.DEVNULL, "stderr": errors}
@@ -116,7 +116,7 @@ def run_workers(command: list[str], count: int) -> int:
         if process.returncode not in (0, first) and number not in reported and not signals:
             report_end(number, process, errors)
     if first < 0 and not signals:  # the others have finished its runs, and nobody has shown the results
-        first = subprocess.run(command, env={**os.environ, **Worker(1, count).environment()}, check=False).returncode
+        first = subprocess.run(command, env={**os.environ, **Worker(1).environment()}, check=False).returncode
     return first if first >= 0 else 128 - first
 
 
@@ -179,7 +179,7 @@ def submit(command: list[str], workers: int, given: str, folder: Path) -> None:
     if CLUSTER == "slurm" and options:
         executor.update_parameters(slurm_additional_parameters=options)
     # Every worker shows the results, in its log: any of them may be the last one.
-    task = submitit.helpers.CommandFunction(command, env={**os.environ, **Worker(1, workers).environment()})
+    task = submitit.helpers.CommandFunction(command, env={**os.environ, **Worker(1).environment()})
     jobs = [executor.submit(task) for _ in range(workers)]
     base.echo(f"submitted {plural(workers, 'job')}: {', '.join(job.job_id for job in jobs)}; their logs are in {logs}/")
     base.echo(f"watch the runs with: lamina watch {folder}")

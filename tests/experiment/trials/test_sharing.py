@@ -12,7 +12,6 @@ import pytest
 
 from comparisons import RUNS, TOML, assert_same_comparison, command
 from helpers import HELD_UP, call, count, rows, skip_pictures, start, words
-from lamina.base.workers import Worker
 from lamina.experiment.config import load
 from lamina.experiment.trials.compare import Comparison
 from lamina.storage import leases
@@ -100,14 +99,6 @@ def test_a_stop_ends_the_waiting(here):
     assert [(entry.name, len(entry.records)) for entry in comparison.entries] == [("fedavg", 2)]
 
 
-def test_units_are_split_among_the_workers(here):
-    for workers, sizes in ((1, [2, 2]), (2, [2, 2]), (3, [1, 1, 1, 1])):  # of the first stages of two algorithms
-        comparison = Comparison(load("small.toml"), here / "c", workers=workers)
-        parts = -(-workers // 2)
-        stages = [next(comparison._plan(name)) for name in ("fedavg", "scaffold")]
-        assert [len(unit) for jobs in stages for unit in comparison._units(jobs, parts)] == sizes
-
-
 @pytest.mark.long
 def test_three_processes_compare_as_one_does(here):
     assert call(*command("alone")) == 0
@@ -143,18 +134,12 @@ def test_a_grid_and_a_study_are_shared(here):
 
 
 @pytest.mark.long
-def test_split_populations_are_those_of_as_many_workers_in_any_order(here, monkeypatch):
-    monkeypatch.setenv("LAMINA_WORKER", "1/3/1")
-    assert call(*command("alone")) == 0
-    running = [start(command("c"), environment=Worker(1, 3).environment()) for _ in range(3)]
-    for process in running:
-        process.join(HELD_UP)
-    assert [process.exitcode for process in running] == [0, 0, 0]
-    assert_same_comparison("alone", "c")
-    monkeypatch.delenv("LAMINA_WORKER")
-    assert call(*command("plain")) == 0
-    for run in RUNS:
-        assert rows(Path("plain", run)) == [pytest.approx(row, rel=1e-4) for row in rows(Path("c", run))]
+def test_workers_share_populations_and_write_the_tables_of_one_process(here):
+    rates = ", ".join(str(0.01 * (i + 1)) for i in range(20))  # more than one population has room for
+    more = ("train.rounds=3", f"compare.grid.fedavg.lr=[{rates}]", "run.engine=stacked")
+    assert call(*command("alone", *more)) == 0
+    assert call(*command("c", *more), "--workers", "3") == 0
+    assert_same_comparison("alone", "c", ["fedavg/seed0", "scaffold/seed1", "tuning/fedavg/lr0.2"])
 
 
 @pytest.mark.long

@@ -97,7 +97,7 @@ def test_a_folder_is_shared_only_with_processes_of_the_same_settings(here, capsy
 @pytest.mark.long
 def test_more_runs_than_may_be_open_at_once(here, monkeypatch):
     assert call(*command("a", *GRID)) == 0
-    monkeypatch.setattr(trials, "MAX_OPEN_RUNS", 3)
+    monkeypatch.setattr(trials, "MAX_POPULATION", {"cpu": 3})
     ended = []
     comparison = comparing.Comparison(load("small.toml", GRID), here / "b")
     comparison.on_end = lambda job, record: ended.append(job.folder)

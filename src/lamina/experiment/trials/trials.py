@@ -8,7 +8,6 @@ reads all records, so that all come to the same results.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,8 @@ from lamina.training.history import Row
 from lamina.training.population import mismatch
 from lamina.training.training import Training
 
-MAX_OPEN_RUNS = 64  # each holds a few files and its model
+# Runs that train as one: more gain little, and leave nothing for other processes. Each holds a few files and its model.
+MAX_POPULATION = {"cpu": 16, "cuda": 32}
 WAIT_S = 0.5  # between two looks at the runs of other processes
 
 
@@ -78,7 +78,6 @@ class Trials:
         overwrite: whether earlier runs in the folder may be deleted.
         stop: asked after every round whether to stop.
         tensorboard: whether every run also writes TensorBoard's event files.
-        workers: how many processes will share the folder: runs that could train side by side are split among them.
     """
 
     _config: dict[str, Any]  # of the folder
@@ -93,7 +92,6 @@ class Trials:
         overwrite: bool = False,
         stop: Callable[[], bool] = lambda: False,
         tensorboard: bool = False,
-        workers: int = 1,
     ) -> None:
         kind = type(section).__name__.lower()
         check_folder(folder, key, f"those of lamina {kind}", overwrite=overwrite)  # before the data are read
@@ -106,7 +104,6 @@ class Trials:
         self.on_end: Callable[[Job, Record], None] = lambda job, record: None  # called for every run that has ended
         self.on_wait: Callable[[int], None] = lambda runs: None  # called before waiting for runs of other processes
         self._section, self._overwrite, self._stop, self._tensorboard = section, overwrite, stop, tensorboard
-        self._workers = workers
         self._splits: dict[tuple[float | None, int], Splits] = {}  # by held-out fraction and seed
         self._ended: dict[Job, None] = {}
         self._unchecked: set[Path] = set()  # folders of runs that may have been trained with other settings
@@ -119,6 +116,7 @@ class Trials:
         if simulation.test_data is not None:  # on the device already: else every run would copy them
             self._loaded = Splits(simulation.train_data, simulation.test_data)
         self.metric, self._can_stack = simulation.metric, isinstance(simulation.engine, Stacked)
+        self._device_type = simulation.device.type
         return simulation
 
     @property
@@ -151,8 +149,7 @@ class Trials:
         with turn(self.folder):
             for owner in others(self.folder):
                 self._refuse_to_join(owner)
-                self._workers = max(self._workers, (owner.settings or {}).get("workers", 1))
-            self._lease = join(self.folder, {**self._config, "workers": self._workers})
+            self._lease = join(self.folder, self._config)
         try:
             with self._turn():
                 self._prepare()
@@ -205,7 +202,6 @@ class Trials:
         A plan yields the jobs of a stage, and of the next one when all of them have ended, here or elsewhere. `stop` is
         a further reason to stop after a round.
         """
-        parts = math.ceil(self._workers / max(1, len(plans)))
         stages: dict[Iterator[Sequence[Job]], list[list[Job]]] = {plan: [] for plan in plans}
         is_waiting = False
         while True:
@@ -216,7 +212,7 @@ class Trials:
                     if jobs is None:
                         del stages[plan]
                     else:
-                        stages[plan] = self._units(jobs, parts)
+                        stages[plan] = self._units(jobs)
                 if plan in stages:
                     stages[plan] = left
             units = [unit for stage in stages.values() for unit in stage]
@@ -248,15 +244,18 @@ class Trials:
         self._end(job)
         return True
 
-    def _units(self, jobs: Sequence[Job], parts: int) -> list[list[Job]]:
-        """Return jobs in units that one process trains: those that may be stacked, cut into parts for the others."""
+    def _units(self, jobs: Sequence[Job]) -> list[list[Job]]:
+        """Return jobs in units that one process trains: those that may be stacked, at most `MAX_POPULATION` of them.
+
+        Populations of other sizes round differently, so the units must not depend on how many processes there are.
+        """
         groups: dict[str, list[Job]] = {}
         for job in jobs:
             data, seed = job.experiment.data.validation, job.experiment.train.seed
             key = repr((_settings(job), data and seed)) if self._can_stack else str(job.folder)
             groups.setdefault(key, []).append(job)
-        sizes = {key: min(MAX_OPEN_RUNS, math.ceil(len(group) / parts)) for key, group in groups.items()}
-        return [group[i : i + sizes[key]] for key, group in groups.items() for i in range(0, len(group), sizes[key])]
+        size = MAX_POPULATION[self._device_type]
+        return [group[i : i + size] for group in groups.values() for i in range(0, len(group), size)]
 
     def _claim(self, unit: Sequence[Job]) -> dict[Job, Lease]:
         """Lease all jobs of a unit; none if another process has one, as a part of a population rounds differently."""
