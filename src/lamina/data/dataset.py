@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lamina.base import rng
 from lamina.base.errors import BadInput, is_number
+from lamina.base.finite import all_finite
 from lamina.base.text import plural
 from lamina.data import convert, hub
 from lamina.data.feed import prepare
@@ -301,10 +302,9 @@ def held_out_count(what: str, samples: int, fraction: Any) -> int:
 def _check_numbers(name: str, what: str, tensor: Tensor) -> None:
     if tensor.is_complex():
         raise BadInput(f"{name}: complex numbers are not supported; give real and imaginary parts as features")
-    if tensor.is_floating_point():
+    if tensor.is_floating_point() and not all_finite(tensor):
         finite = torch.isfinite(tensor).reshape(len(tensor), -1).all(dim=1)
-        if not bool(finite.all()):
-            first = int(torch.nonzero(~finite)[0])
-            value = float(tensor[first][~torch.isfinite(tensor[first])].flatten()[0])
-            missing = ", or give a missing label as -100 with loss='bce'" if what == "y" and tensor.dim() > 1 else ""
-            raise BadInput(f"{name}: sample {first} of {what} holds {value}; clean or drop it{missing}")
+        first = int(torch.nonzero(~finite)[0])
+        value = float(tensor[first][~torch.isfinite(tensor[first])].flatten()[0])
+        missing = ", or give a missing label as -100 with loss='bce'" if what == "y" and tensor.dim() > 1 else ""
+        raise BadInput(f"{name}: sample {first} of {what} holds {value}; clean or drop it{missing}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lamina.base.errors import Diverged
+from lamina.base.finite import all_finite
 from lamina.objective.layers import Layers
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.plan import RoundPlan
@@ -86,13 +86,3 @@ def went_nonfinite(what: str, layer: str, round: int, lr: float, client: int | N
     kept = ". Earlier rounds are kept" if round > 1 else ""
     text = f"round {round}: {what} first in '{layer}'; {advice}{kept}"
     return Diverged(text, round=round, client=client, layer=layer)
-
-
-def all_finite(*values: Tensor | None) -> bool:
-    """Return whether no value is NaN or infinite."""
-    return all(_is_finite(value) for value in values if value is not None)
-
-
-def _is_finite(values: Tensor) -> bool:
-    # A sum is finite only if all its terms are; the other way round it may overflow.
-    return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())

@@ -29,9 +29,10 @@ from torch import Tensor
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.base import rng
+from lamina.base.finite import all_finite
 from lamina.data.dataset import Dataset
 from lamina.data.feed import training_inputs
-from lamina.engines.divergence import StepCheck, all_finite, diverged_upload
+from lamina.engines.divergence import StepCheck, diverged_upload
 from lamina.engines.state import RoundReport, RoundSums, State, client_weights, close_round, copy_buffers
 from lamina.objective.batch import Inputs, map_batch
 from lamina.objective.objective import Buffers, Objective

@@ -15,6 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from lamina.base.errors import BadInput, is_number, is_whole
+from lamina.base.finite import all_finite
 from lamina.flower.wire import Unreadable, decode, entries_of, shorten, wire_bytes
 from lamina.objective.objective import Buffers
 from lamina.training.evaluation import mean_name, weight_name
@@ -199,7 +200,7 @@ def _read_tensors(content: RecordDict, name: str, wanted: Mapping[str, Tensor]) 
             tensors[key] = decode(arrays[key], like)
         except Unreadable as error:
             raise Refused(f"'{key}' {error}") from error
-        if not bool(torch.isfinite(tensors[key]).all()):
+        if not all_finite(tensors[key]):
             raise Refused(f"'{key}' holds a NaN or an infinity")
     return tensors
 

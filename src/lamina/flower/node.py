@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.base.errors import BadInput, Diverged, LaminaError
+from lamina.base.finite import all_finite
 from lamina.base.text import printable
 from lamina.data.dataset import Dataset
-from lamina.engines.divergence import all_finite, diverged
+from lamina.engines.divergence import diverged
 from lamina.engines.loop import Loop
 from lamina.experiment.build import THREADED_FROM
 from lamina.flower import signing, wire

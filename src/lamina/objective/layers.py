@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lamina.base.errors import BadInput
+from lamina.base.finite import all_finite
 
 Grouping = Literal["tensor", "module", "model"]
 
@@ -105,7 +106,7 @@ class Layers:
 
     def first_nonfinite(self, u: Tensor) -> str | None:
         """Return the name of the first tensor that holds a NaN or an infinity, or None."""
-        return next((name for name, piece in self.unflatten(u).items() if not bool(torch.isfinite(piece).all())), None)
+        return next((name for name, piece in self.unflatten(u).items() if not all_finite(piece)), None)
 
 
 class ChannelsLast(Layers):

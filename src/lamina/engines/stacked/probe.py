@@ -25,7 +25,7 @@ from lamina.objective import objective as objective_module
 from lamina.objective.batch import Inputs, map_batch, tensors
 from lamina.objective.objective import Objective
 
-MOST_SCANNED = 1 << 24  # numbers of a data set that are searched for extreme samples
+MOST_SCANNED = 1 << 21  # numbers of a data set that are searched for extreme samples
 PROBE_CLIENTS, PROBE_BATCH = 4, 5
 ODD_BATCHES = (31, 37, 41, 43, 47, 53, 59, 61)  # samples of the forward pass that is watched
 
