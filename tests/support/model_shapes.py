@@ -13,7 +13,7 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {  # every model x shapes it must tak
     "cifar_cnn3": [(3, 32, 32), (1, 28, 28), (3, 18, 19)],
     "resnet9": [(3, 32, 32), (1, 28, 28), (1, 8, 8)],
     "resnet18": [(3, 32, 32), (3, 64, 64), (1, 28, 28)],
-}
+}  # of images and vectors; the transformer takes tokens
 
 
 def batch(shape: tuple[int, ...], n: int = 4) -> torch.Tensor:

@@ -15,6 +15,7 @@ from lamina.base.registry import import_named, parameters_of, refuse_unknown_opt
 from lamina.models.plain import SMU, cifar_cnn, cifar_cnn3, cnn, lenet, mlp, small_cnn
 from lamina.models.registry import GIVEN, Card, Factory, registry
 from lamina.models.resnet import BasicBlock, resnet9, resnet18
+from lamina.models.transformer import transformer
 
 __all__ = [
     "SMU",
@@ -31,6 +32,7 @@ __all__ = [
     "resnet9",
     "resnet18",
     "small_cnn",
+    "transformer",
 ]
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from lamina.base import rng
 from lamina.base.errors import BadInput, LaminaError, nearest, unknown
 from lamina.data import hub
 from lamina.data.dataset import Dataset, Splits, as_dataset
-from lamina.data.readers import cifar, idx, tinyimagenet
+from lamina.data.readers import cifar, idx, shakespeare, tinyimagenet
 from lamina.data.readers.files import ENVIRONMENT_VARIABLE, Place, PublishedSet, data_directory
 from lamina.data.readers.own import FORMATS, check_names, check_types, load_format, load_own
 
@@ -188,5 +188,12 @@ SOURCES: dict[str, Source] = {
         "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
         HubCopy("zh-plus/tiny-imagenet", "valid", tinyimagenet.MEAN, tinyimagenet.STD),
         tinyimagenet.locate,
+    ),
+    "shakespeare": Source(
+        "Shakespeare's plays, 65 characters; 181 speakers with 500 characters or more (column speaker)",
+        shakespeare.read_set,
+        "input.txt, in shakespeare/ or directly",
+        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+        locate=shakespeare.locate,
     ),
 }
