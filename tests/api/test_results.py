@@ -125,10 +125,10 @@ def test_a_list_in_the_space_of_a_tuning_is_a_choice():
 def test_comparisons_and_tunings_judge_by_the_first_metric():
     table = compare(metrics=[own_metric()], target=0.01, seeds=1).table()
     assert "test bias 0.01" in table.title
-    assert "best\nbias" in table.head
+    assert "final\nbias" in table.head
     tuned = lamina.tune(net, DATA, "fedavg", rounds=2, clients=4, grid={"lr": [1e-6, 0.5]}, device="cpu", metrics="f1")
-    assert "best validation f1, %" in tuned.table().head
-    assert tuned.plot().axes[0].get_ylabel() == "best validation f1, %"
+    assert "final validation f1, %" in tuned.table().head
+    assert tuned.plot().axes[0].get_ylabel() == "final validation f1, %"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_compare_prints_the_table_and_saves_the_picture(here, capsys):
     assert len((out / "rounds.csv").read_text().splitlines()) == 1 + 2 * 2 * 3
     assert len((out / "tuning.csv").read_text().splitlines()) == 1 + 2
     assert len(printed.err.splitlines()) == 2 + 2 * 2
-    assert "tuning fedavg, lr 0.01, seed 0, 3 rounds: best validation accuracy 0." in printed.err
+    assert "tuning fedavg, lr 0.01, seed -1, 3 rounds: final validation accuracy 0." in printed.err
     assert "note: rates were chosen on 20% of the training data, held out" in printed.out
 
 
