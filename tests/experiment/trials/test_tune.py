@@ -30,7 +30,7 @@ from helpers import (
     start,
     words,
 )  # fmt: skip
-from lamina import BadInput
+from lamina import BadInput, History
 from lamina.base.errors import MissingExtra
 from lamina.cli import base
 from lamina.cli import tune as tune_command
@@ -169,7 +169,7 @@ def test_a_grid_is_a_population_of_ordinary_runs(here, monkeypatch, capsys):
     assert [[len(group) for group in groups] for groups in grouped] == [[6], [6]]
     assert capsys.readouterr().err == ""  # quiet
     place = "t/lr0.05-decay0.01/seed-2"
-    single = ("train.lr=0.05", "algorithm.decay=0.01", "train.seed=1", "data.validation=0.2")
+    single = ("train.lr=0.05", "algorithm.decay=0.01", "train.seed=-2", "data.validation=0.2")
     assert call("run", "grid.toml", "--out", "r", "-q", *sets(*single)) == 0
     assert rows("r") == [pytest.approx(row, rel=1e-4) for row in rows(place)]
     a, b = (json.loads(Path(folder, "config.json").read_text()) for folder in ("r", place))
@@ -188,7 +188,7 @@ def test_protocols_that_differ_are_not_stacked(here):
 
 
 def test_results_and_the_edge(drawn, capsys):
-    assert call(*[word for word in tune("grid.toml", "train.rounds=6", out="t") if word != "--quiet"]) == 0
+    assert call(*[word for word in tune("grid.toml", "train.rounds=20", out="t") if word != "--quiet"]) == 0
     said = capsys.readouterr()
     assert "final validation accuracy, %" in said.out
     assert "chosen on 20% of the training data, held out" in said.out
@@ -202,7 +202,7 @@ def test_results_and_the_edge(drawn, capsys):
     assert "the best train.lr = 0.2 lies on the edge of those tried: try larger values" in said.out
     assert "decay = 0 lies" not in said.out  # nothing lies below 0
     best = tomllib.loads(Path("t/best.toml").read_text())
-    assert best["train"] == {"rounds": 6, "batch_size": 64, "lr": 0.2}
+    assert best["train"] == {"rounds": 20, "batch_size": 64, "lr": 0.2}
     assert "validation" not in best["data"]
     assert "validation" in Path("t/best.toml").read_text()
     assert Path("t/learning-rates.png").stat().st_size > 5_000
@@ -437,8 +437,9 @@ def picture_of(trials, keys, monkeypatch, **study):
         spec=SimpleNamespace(select="validation"),
         experiment=SimpleNamespace(algorithm=SimpleNamespace(name="fedlamb")), space=study,
         trials=[
-            SimpleNamespace(settings={"train.lr": lr, **others}, best=[best], remark=remark, score_key=best, score=best)
-            for lr, best, remark, others in trials
+            SimpleNamespace(settings={"train.lr": lr, **others}, best=[score], remark=remark, score_key=score,
+                            score=score, histories=[History([{"round": 1, "accuracy": score}])])
+            for lr, score, remark, others in trials
         ],
     )  # fmt: skip
     drawn, draw = [], figures.rates_figure
