@@ -139,7 +139,7 @@ class Compare(_Section):
 
     algorithms: list[str] = ["fedavg", "fedams", "fedlamb", "mimelamb", "fedlada"]
     seeds: Annotated[int, Field(ge=1, le=MOST_SEEDS)] = 3
-    target: float = 0.9  # value of the primary metric on the test data to reach
+    target: float = 0.9  # value of the primary metric on the test data to stay at
     grid: dict[str, Tried] = {}  # what to try for each; the best combination is kept
     select: Literal["validation", "test"] = "validation"  # what it is chosen on; the papers take the test data
     validation: Fraction = 0.2  # of the training data, held out to choose on
