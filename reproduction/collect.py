@@ -27,7 +27,7 @@ from lamina.experiment.trials import claims, reproduction
 from lamina.experiment.trials.settings import Range
 from lamina.experiment.trials.trial import Trial
 from lamina.storage.files import as_json, write_json
-from lamina.training.history import History, Row
+from lamina.training.history import LAST_ROUNDS, History, Row
 from lamina.training.metrics import DIAGNOSTICS
 
 MIME_IS = " (in the Fed-LAMB paper's sense)"  # the index explains it once, so labels leave it out
@@ -35,8 +35,8 @@ RESULTS = Path(__file__).parent / "results"
 WHOLE = ["algorithm", "learning_rate", "seed", "round"]  # columns that are not rounded
 COLUMNS = ["accuracy", "loss", "train_loss", "consistency", "update_norm", "bytes_down", "bytes_up", "client_accuracy"]
 COLUMNS += [column for columns in DIAGNOSTICS.values() for column in columns]
-DIGITS, FEWER_DIGITS, LARGE = 5, 4, 300_000  # significant digits; above LARGE bytes, fewer digits and rounds
-LAST_ROUNDS = 10  # the pages show the mean of so many last rounds, because the accuracy of some methods swings
+# Significant digits; above LARGE bytes, fewer digits, then only the accuracy of some rounds.
+DIGITS, FEWER_DIGITS, LARGE = 5, 4, 300_000
 # what says where a run was made, not what it computes
 PLACES = {
     "data.dir",
@@ -269,8 +269,8 @@ def judge(wanted: Sequence[Claim], variants: Mapping[str, Variant]) -> list[clai
 
 
 def claim_facts(finding: claims.Finding, small: bool) -> dict[str, Any]:
-    """Return a claim and its result for facts.json; accuracies are in per cent, as papers print them."""
-    claim = finding.claim
+    """Return a claim and its result for the pages; accuracies are in per cent, as papers print them."""
+    claim, pairs = finding.claim, finding.pairs
     return {
         "text": claim.text,
         "expected": expected(claim),
@@ -280,9 +280,9 @@ def claim_facts(finding: claims.Finding, small: bool) -> dict[str, Any]:
         "paper": claim.paper,
         "here": {label: claims.in_per_cent(claim, value) for label, value in finding.values.items()},
         "verdict": "none" if small else finding.verdict,
-        "pairs": len(finding.pairs),
-        "wrong": [list(pair) for pair, holds in finding.pairs.items() if not holds],
-        "weak": [list(pair) for pair in finding.weak],
+        "pairs": len(pairs),
+        "wrong": [[pair.better, pair.worse] for pair in pairs if pair.outcome != "right"],
+        "weak": [[pair.better, pair.worse] for pair in pairs if "less than" in pair.remark and pair.outcome == "right"],
     }
 
 
@@ -312,16 +312,9 @@ def called(label: str) -> str:
 
 def agrees(path: Path, findings: Sequence[claims.Finding], small: bool) -> bool:
     """Return whether claims.json agrees with the runs."""
-    rows = [
-        {
-            "text": finding.claim.text,
-            "paper": finding.claim.paper,
-            "here": finding.values,
-            **({} if small else {"verdict": finding.verdict}),
-        }
-        for finding in findings
-    ]
-    return path.exists() and read_json(path) == as_json({"scale": "small" if small else "full", "claims": rows})
+    scale: reproduction.Scale = "small" if small else "full"
+    rows = [reproduction.described(finding, scale) for finding in findings]
+    return path.exists() and read_json(path) == as_json({"scale": scale, "claims": rows})
 
 
 # --- write -------------------------------------------------------------------------------------------------------
@@ -352,7 +345,7 @@ def write(folder: Path, into: Path, facts: dict[str, Any], variants: Mapping[str
 
 
 def rounds_table(variant: Variant) -> tuple[str, int]:
-    """Return the rounds of all final runs as CSV, and the interval between the rounds that are kept."""
+    """Return the rounds of all final runs as CSV, and the interval between the rounds with all columns."""
     text = as_csv(variant, DIGITS, 1)
     if len(text) <= LARGE:
         return text, 1
@@ -375,7 +368,10 @@ def interval(histories: Sequence[History], at_least: int) -> int:
 
 
 def as_csv(variant: Variant, digits: int, every: int) -> str:
-    """Return the rounds of all final runs as CSV; all seeds of a method keep the same rounds."""
+    """Return the rounds of all final runs as CSV; rounds that are not kept have only their accuracy.
+
+    All seeds of a method keep the same rounds.
+    """
     there = {column for _, _, run in variant.finals for column in run.history.columns}
     columns = [column for column in COLUMNS if column in there]
     text = io.StringIO(newline="")
@@ -384,14 +380,15 @@ def as_csv(variant: Variant, digits: int, every: int) -> str:
     for entry, seed, run in variant.finals:
         kept = kept_rounds(entry, every)
         for row in run.history:
-            if row["round"] in kept:
-                cells = [shortest(row, column, digits) for column in columns]
+            shown = row if row["round"] in kept else {"accuracy": row.get("accuracy", math.nan)}
+            cells = [shortest(shown, column, digits) for column in columns]
+            if row["round"] in kept or any(cells):
                 writer.writerow([entry.name, f"{run.lr:g}", seed, row["round"], *cells])
     return text.getvalue()
 
 
 def kept_rounds(entry: Trial, every: int) -> set[int]:
-    """Return the rounds to keep: every n-th, the first, the last ten, and each seed's best."""
+    """Return the rounds to keep with all columns: every n-th, the first, the last ten, and each seed's best."""
     kept = set()
     for history in entry.histories:
         rounds = [int(row["round"]) for row in history]

@@ -14,10 +14,11 @@ from lamina.experiment.trials import reproduction
 from lamina.experiment.trials.claims import named_in, written
 from lamina.report.tables import NONE
 
-JUDGED = ("holds", "holds in part", "does not hold")
+JUDGED = ("reproduced", "partly", "not reproduced", "tie", "not comparable", "holds", "holds in part", "does not hold")
 DIVERGED = "†"
 NEVER = "*never*: not within the rounds that were run, which may be fewer than the paper's."
 VERDICTS = {
+    **{verdict: verdict for verdict in ("reproduced", "partly", "not reproduced", "tie", "not comparable")},
     "holds": "reproduced",
     "holds in part": "partly",
     "does not hold": "not reproduced",
