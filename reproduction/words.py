@@ -15,7 +15,10 @@ from lamina.experiment.trials.claims import named_in, written
 from lamina.report.tables import NONE
 
 JUDGED = ("holds", "holds in part", "does not hold")
-DIVERGED = "†"
+DIVERGED = (
+    "A final run of one of these methods diverged. Claims about the best round use what it had reached; in claims "
+    "about the last or a later round it loses."
+)
 NEVER = "*never*: not within the rounds that were run, which may be fewer than the paper's."
 VERDICTS = {
     "holds": "reproduced",
@@ -24,48 +27,51 @@ VERDICTS = {
     "not run": "not finished",
     "none": "none (small version)",
 }
+README, OURS = "the simulator's README", "our own"  # sources of claims that are not a paper's
+SOURCES = (README, OURS)
+PAIRS = (
+    'A claim is split into pairs ("this method is better than that one") of means over seeds. It is *reproduced* '
+    "if all pairs are as the paper says, and *partly* reproduced if some are. With the same seed all methods have the "
+    "same initial weights, clients and batches, so each seed can be compared by itself: the verdict says if a pair "
+    "does not hold in every seed. Claims of our own, which are in no paper, *hold* or *do not hold*."
+)
+
+
+def source(claim: Mapping[str, Any]) -> str:
+    """Return whose claim it is; empty: the paper's.
+
+    >>> source({"text": "the README's order"}), source({"text": "it works (ours)"}), source({"text": "it works"})
+    ("the simulator's README", 'our own', '')
+    """
+    if str(claim["text"]).endswith("(ours)"):
+        return OURS
+    return README if "README" in claim["text"] else ""
 
 
 def verdict(claim: Mapping[str, Any]) -> str:
     """Return a verdict in the words of the pages; our own claims hold or do not hold."""
     judged = claim["verdict"] in JUDGED
-    return str(claim["verdict"]) if judged and ours(claim) else VERDICTS[claim["verdict"]]
+    return str(claim["verdict"]) if judged and source(claim) == OURS else VERDICTS[claim["verdict"]]
 
 
-def of_pairs(claim: Mapping[str, Any]) -> str:
-    """Return how many of a claim's pairs hold, and how many of these in every seed."""
-    if claim["verdict"] not in JUDGED:
-        return ""
-    right, weak = claim["pairs"] - len(claim["wrong"]), len(claim["weak"])
-    counts = [f"{right} of {claim['pairs']}"] if claim["pairs"] > 1 else []
-    counts += [f"{right - weak} in every seed" if claim["pairs"] > 1 else "not in every seed"] if weak else []
-    return f" ({', '.join(counts)})" if counts else ""
+def counted() -> list[str]:
+    """Return all verdicts in the order of the tables."""
+    return list(dict.fromkeys([*VERDICTS.values(), *JUDGED]))
 
 
-def marks(result: Result, claim: Mapping[str, Any]) -> str:
-    """Return the marks of a verdict: other settings, diverged runs."""
-    settings = " \\*" if result.facts["sets"] else ""
+def with_diverged(result: Result, claim: Mapping[str, Any]) -> bool:
+    """Return whether a final run of one of a claim's methods diverged."""
     for label in claim["here"]:
         for algorithm, variant in named_in(label):
             methods = result.facts["variants"].get(variant or reproduction.FOLDER_AS_GIVEN, {}).get("methods", {})
             if methods.get(algorithm, {}).get("diverged"):
-                return f"{settings} {DIVERGED}"
-    return settings
-
-
-def ours(claim: Mapping[str, Any]) -> bool:
-    """Return whether a claim is our own."""
-    return str(claim["text"]).endswith("(ours)")
+                return True
+    return False
 
 
 def unreached(claim: Mapping[str, Any]) -> bool:
     """Return whether one of our runs ended before it reached a claim's target."""
     return claim["target"] is not None and math.inf in map(float, claim["here"].values())
-
-
-def numbers(labelled: Mapping[str, Any], *, rounds: bool = True) -> str:
-    """Return labelled numbers in one line."""
-    return ", ".join(f"{named(label)}: {number(value, rounds=rounds)}" for label, value in labelled.items())
 
 
 def number(value: Any, *, rounds: bool = True) -> str:

@@ -20,9 +20,9 @@ from lamina.training.metrics import DIAGNOSTICS
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "reproduction"))  # as a script there has it
 
+import appendix  # noqa: E402
 import figures  # noqa: E402
 import page  # noqa: E402
-import section  # noqa: E402
 import words  # noqa: E402
 from record import labelled  # noqa: E402
 
@@ -34,15 +34,24 @@ def test_pairs_that_are_not_so_in_every_seed_are_said():
         "text": "a", "expected": "b", "unit": "c", "target": None, "paper": {}, "here": {"fedavg": 1.0, "mime": 0.5},
         "verdict": "holds", "pairs": 3, "wrong": [], "weak": [],
     }  # fmt: skip
-    assert page.of_pairs(claim) == " (3 of 3)"
-    assert "(3 of 3 pairs)" in section.claim_table(claim)
+    result = page.Result("mine", {"variants": {}}, {})
+    assert "(3 of 3 pairs)" in appendix.claim_table(result, claim)
     some = claim | {"weak": [["fedavg", "mime"]], "wrong": [["mime", "fedavg"]]}
-    assert page.of_pairs(some) == " (2 of 3, 1 in every seed)"
     told = "(2 of 3 pairs; not Mime / FedAvg (Fed-SGD); not in every seed FedAvg (Fed-SGD) / Mime)"
-    assert told in section.claim_table(some)
-    assert page.of_pairs(some | {"pairs": 1, "wrong": []}) == " (not in every seed)"
-    assert page.of_pairs(some | {"verdict": "not run"}) == ""
-    assert "never" not in section.claim_table(claim)
+    assert told in appendix.claim_table(result, some)
+    assert "pairs" not in appendix.claim_table(result, some | {"verdict": "not run"})
+    assert "never" not in appendix.claim_table(result, claim)
+
+
+def test_a_claim_says_if_a_run_of_its_methods_diverged():
+    claim = {
+        "text": "a", "expected": "b", "unit": "c", "target": None, "paper": {},
+        "here": {"fedavg": 1.0, "mime@Z=3": 0.5}, "verdict": "holds", "pairs": 1, "wrong": [], "weak": [],
+    }  # fmt: skip
+    for variant, diverged in (("as-given", False), ("Z=3", True)):
+        methods = {"mime": {"diverged": ["seed 1: loss is NaN"]}}
+        result = page.Result("mine", {"variants": {variant: {"methods": methods}}}, {})
+        assert (words.DIVERGED in appendix.claim_table(result, claim)) is diverged
 
 
 @pytest.mark.parametrize(("variants", "folder"), [(["as-given"], "as-given"), (["as-given", "E=2"], "*")])
@@ -56,7 +65,7 @@ def test_the_files_that_list_tuning_runs_are_named(runs, variants, folder):
     listed = f"listed in `reproduction/results/mine/{folder}/tuning.csv`"
     tuning = f"3 tuning runs of 5 rounds, on held-out training data ({listed})"
     expected = f"10 final runs of 9 rounds; {tuning if runs else 'no tuning runs'}; 7 GPU seconds; H200, bf16."
-    assert section.cost(page.Result("mine", facts, {})) == expected
+    assert appendix.cost(page.Result("mine", facts, {})) == expected
 
 
 def test_costs_are_in_multiples_of_fedavgs():
@@ -75,20 +84,20 @@ def test_costs_are_in_multiples_of_fedavgs():
     }
     result = page.Result("mine", {}, histories)
     claim = {"target": 0.7, "paper": {"fedavg": 94, "fedlada": 44.6}, "here": {"fedavg": 3.0, "fedlada": 2.0}}
-    text = section.cost_to_target(result, claim)
+    text = appendix.cost_to_target(result, claim)
     assert "The cost to reach 70 %" in text
     assert cells(text, "FedAvg (Fed-SGD)") == ["94", "1.00 ×", "3", "1.00 ×", "1.00 ×"]
     assert cells(text, "FedLADA") == ["44.6", "0.95 ×", "2", "1.33 ×", "1.67 ×"]  # 2*44.6/94, 2*2/3, 5*2/(2*3)
 
     never = {"target": 0.8, "paper": {"fedavg": 536.9, "fedlada": 186.4}, "here": {"fedavg": "inf", "fedlada": 2.0}}
-    text = section.cost_to_target(result, never)
+    text = appendix.cost_to_target(result, never)
     assert "FedAvg (Fed-SGD) does not reach it in 4 rounds." in text
     assert cells(text, "FedAvg (Fed-SGD)") == ["536.9", "1.00 ×", "never", "–", "–"]
     assert cells(text, "FedLADA") == ["186.4", "0.69 ×", "2", "< 1.00 ×", "< 1.25 ×"]  # less than of 4 rounds
     nobody = {**never, "here": {"fedavg": "inf", "fedlada": "inf"}}
-    assert section.cost_to_target(result, nobody) == ""
-    assert section.cost_to_target(result, {**claim, "target": None}) == ""
-    assert section.cost_to_target(result, {**claim, "paper": {}}) == ""
+    assert appendix.cost_to_target(result, nobody) == ""
+    assert appendix.cost_to_target(result, {**claim, "target": None}) == ""
+    assert appendix.cost_to_target(result, {**claim, "paper": {}}) == ""
 
 
 def test_costs_of_what_is_not_finished_are_left_out():
@@ -96,43 +105,35 @@ def test_costs_of_what_is_not_finished_are_left_out():
     begun = {("as-given", "fedavg"): [History([row])], ("as-given", "fedcm"): [History([])]}
     claim = {"target": 0.7, "paper": {"fedavg": 94, "fedcm": 71.5, "fedlada": 44.6}}
     some = {**claim, "here": {"fedavg": 1.0, "fedcm": "nan", "fedlada": "nan"}}
-    text = section.cost_to_target(page.Result("mine", {}, begun), some)
+    text = appendix.cost_to_target(page.Result("mine", {}, begun), some)
     assert cells(text, "FedAvg (Fed-SGD)") == ["94", "1.00 ×", "1", "1.00 ×", "1.00 ×"]
     assert "FedCM" not in text
     assert "FedLADA |" not in text
     none = {**claim, "here": {"fedavg": "nan", "fedcm": "nan", "fedlada": "nan"}}
-    assert section.cost_to_target(page.Result("mine", {}, begun), none) == ""
-    assert section.cost_to_target(page.Result("mine", {}, {}), none) == ""
+    assert appendix.cost_to_target(page.Result("mine", {}, begun), none) == ""
+    assert appendix.cost_to_target(page.Result("mine", {}, {}), none) == ""
 
 
 def test_the_last_rounds_are_the_last_ten_of_which_not_all_are_measured():
     rows = [{"round": r, "accuracy": r / 100} for r in range(1, 21)]
-    assert section.last_rounds(History(rows)) == pytest.approx(15.5)
+    assert appendix.last_rounds(History(rows)) == pytest.approx(15.5)
     some = [row if row["round"] % 4 == 0 else {"round": row["round"]} for row in rows]
-    assert section.last_rounds(History(some)) == 16
-    assert section.last_rounds(History(rows[:2])) == pytest.approx(1.5)
-    assert math.isnan(section.last_rounds(History([])))
+    assert appendix.last_rounds(History(some)) == 16
+    assert appendix.last_rounds(History(rows[:2])) == pytest.approx(1.5)
+    assert math.isnan(appendix.last_rounds(History([])))
 
 
-def test_comparisons_of_the_same_methods_are_one_table():
-    def result(name, complete=True, scale="full", **best):
-        histories = {
-            ("as-given", key): [History([{"round": 1, "accuracy": b}]) for b in bs] for key, bs in best.items()
-        }
-        return page.Result(name, {"complete": complete, "scale": scale}, histories)
+def test_claims_are_counted_by_whose_they_are():
+    def result(name, *texts):
+        return page.Result(name, {"claims": [{"text": text, "verdict": "holds"} for text in texts]}, {})
 
-    two = [result("one", fedavg=[0.5, 0.7], fedlamb=[0.5, 0.6]), result("two", fedavg=[0.9], fedlamb=[0.9])]
-    others = [result("three", fedavg=[0.5]), result("four", complete=False, fedavg=[0.1], fedlamb=[0.2])]
-    others.append(result("five", scale="small", fedavg=[0.1], fedlamb=[0.2]))
-    text = page.at_a_glance([*two, *others])
-    assert cells(text, "[`one`](#one)") == ["**60.0 ± 14.1**", "55.0 ± 7.1"]
-    assert cells(text, "[`two`](#two)") == ["**90.0**", "**90.0**"]
-    assert "three" not in text
-    assert "four" not in text
-    assert "five" not in text
-    assert page.at_a_glance(two[:1]) == ""
-    many = result("six", fedavg=[0.5], fedlamb=[0.6], fedams=[0.4], mime=[0.1])  # one, but of more than a few methods
-    assert cells(page.at_a_glance([many]), "[`six`](#six)") == ["50.0", "**60.0**", "40.0", "10.0"]
+    text = page.verdicts([result("lamb-a", "one", "two (ours)"), result("lada-b", "the README's order", "one", "one")])
+    assert cells(text, page.PAPERS["lamb-"]) == ["1", "1", "1", "0"]
+    assert cells(text, page.PAPERS["lada-"]) == ["2", "1", "2", "0"]  # two claims with one text
+    assert cells(text, words.README) == ["1", "1", "1", "0"]
+    assert cells(text, words.OURS) == ["1", "1", "0", "1"]
+    assert cells(text, "[`lada-b`](appendix/lada-b.md)") == ["2 reproduced", "1 reproduced", ""]
+    assert cells(text, "[`lamb-a`](appendix/lamb-a.md)") == ["1 reproduced", "", "1 holds"]
 
 
 def test_many_lines_are_drawn_in_two_rows_with_a_legend_each():
@@ -219,7 +220,7 @@ def test_many_rounds_are_drawn_as_means():
 def test_what_the_notes_point_to_was_run():
     notes = page.read_notes(ROOT / "reproduction" / "notes.toml")
     run = {result.name for result in page.read_results(ROOT / "reproduction" / "results")}
-    texts = [notes["overall"], *notes["paper"].values(), *(line for lines in notes["notes"].values() for line in lines)]
+    texts = [line for lines in notes["notes"].values() for line in lines]
     named = {name for text in texts for name in re.findall(r"`([\w-]+)`", text) if name in PAPERS}
     assert len(named) > 5
     assert named <= run
@@ -244,10 +245,12 @@ def test_the_committed_pages_are_made_from_the_committed_results():
     if not results:
         pytest.skip("nothing has been collected yet")
     pages = page.make(results, PAPERS, page.read_notes(ROOT / "reproduction" / "notes.toml"))
-    assert {file.name for file in page.PAGES.glob("*.md")} == {*pages, "speed-up.md"}
+    written_by_hand = {"report.md", "speed-up.md", "toy.md"}
+    there = {str(file.relative_to(page.PAGES)) for file in page.PAGES.rglob("*.md")}
+    assert there == {*pages, *written_by_hand}
     for name, text in pages.items():
         assert (page.PAGES / name).read_text(encoding="utf-8") == text, "run python reproduction/page.py"
-    folder = page.PAGES / page.FIGURES
+    folder = page.PAGES / "figures"
     shown = [one for one in results if figures.drawn(one)]
     assert {file.stem for file in folder.glob("*.png")} == {one.name for one in shown}
     for one in shown:

@@ -1,4 +1,4 @@
-"""The section of one preset: what was run, what came out, and what that says about the paper's claims."""
+"""The page of one preset: what was run, what came out, and what that says about the paper's claims."""
 
 from __future__ import annotations
 
@@ -13,7 +13,22 @@ from typing import Any
 from collect import LAST_ROUNDS
 from figures import drawn, metrics_of, window_of
 from record import Result, labelled
-from words import JUDGED, NEVER, amount, either, escaped, markdown, named, number, shortened, spent, unreached, verdict
+from words import (
+    DIVERGED,
+    JUDGED,
+    NEVER,
+    amount,
+    either,
+    escaped,
+    markdown,
+    named,
+    number,
+    shortened,
+    spent,
+    unreached,
+    verdict,
+    with_diverged,
+)
 
 from lamina import algorithms
 from lamina.experiment.toml import complete_text
@@ -23,13 +38,11 @@ from lamina.report.tables import NONE, mean_and_spread, significant
 from lamina.training.history import History, values
 from lamina.training.metrics import is_percent
 
-FIGURES = Path("figures")  # below the folder of the pages
 
-
-def section(result: Result, presets: Mapping[str, Path], notes: Sequence[str]) -> str:
-    """Return the section of a preset: description, command, cost, table, figure, claims and notes."""
+def preset_page(result: Result, presets: Mapping[str, Path], notes: Sequence[str]) -> str:
+    """Return the page of a preset: description, command, cost, table, figure, claims and notes."""
     facts = result.facts
-    parts = [f"## {result.name}"]
+    parts = [f"# {result.name}", "[The index](../index.md#words-on-these-pages) explains the words on this page."]
     if result.name in presets:
         parts.append(about(presets[result.name]))
     parts.append(f"```sh\n{command(result)}\n```")
@@ -45,15 +58,15 @@ def section(result: Result, presets: Mapping[str, Path], notes: Sequence[str]) -
     parts.append(cost(result))
     parts.append(results_table(result))
     if drawn(result):
-        parts.append(f"![{result.name}: {' and '.join(metrics_of(result))} over rounds]({FIGURES}/{result.name}.png)")
+        parts.append(f"![{result.name}: {' and '.join(metrics_of(result))} over rounds](../figures/{result.name}.png)")
         window = window_of(result)
-        parts[-1] += (
-            f"\n\nEach point of the figure is the mean of what was measured in {window} rounds." if window > 1 else ""
-        )
-    parts += [claim_table(claim) for claim in facts["claims"]]
-    parts += filter(None, (cost_to_target(result, claim) for claim in facts["claims"]))
+        if window > 1:
+            parts.append(f"Each point of the figure is the mean of what was measured in {window} rounds.")
+    if facts["claims"]:
+        parts += ["## Claims", *(claim_table(result, claim) for claim in facts["claims"])]
+        parts += filter(None, (cost_to_target(result, claim) for claim in facts["claims"]))
     if notes:
-        parts.append("\n".join(f"- {note.strip()}" for note in notes))
+        parts += ["## Notes", *(note.strip() for note in notes)]
     return "\n\n".join(parts)
 
 
@@ -142,7 +155,7 @@ def last_rounds(history: History) -> float:
     return 100 * statistics.fmean(kept) if kept else math.nan
 
 
-def claim_table(claim: Mapping[str, Any]) -> str:
+def claim_table(result: Result, claim: Mapping[str, Any]) -> str:
     """Return a claim with its verdict, and a table of the paper's numbers beside ours."""
     labels = dict.fromkeys([*claim["here"], *claim["paper"]])
     rounds = claim["target"] is not None
@@ -157,7 +170,9 @@ def claim_table(claim: Mapping[str, Any]) -> str:
         judgement += ")"
     text = f"Claim: {escaped(claim['text'])}. Expected: {escaped(claim['expected'])}. Verdict: {judgement}\n\n"
     text += markdown([claim["unit"], "paper", "ours"], rows)
-    return text + (f"\n\n{NEVER}" if unreached(claim) else "")
+    notes = [NEVER] if unreached(claim) else []
+    notes += [DIVERGED] if with_diverged(result, claim) else []
+    return "\n\n".join([text, *notes])
 
 
 def cost_to_target(result: Result, claim: Mapping[str, Any], baseline: str = "fedavg") -> str:
