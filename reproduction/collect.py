@@ -27,7 +27,7 @@ from lamina.experiment.trials import claims, reproduction
 from lamina.experiment.trials.settings import Range
 from lamina.experiment.trials.trial import Trial
 from lamina.storage.files import as_json, write_json
-from lamina.training.history import History, Row
+from lamina.training.history import LAST_ROUNDS, History, Row
 from lamina.training.metrics import DIAGNOSTICS
 
 MIME_IS = " (in the Fed-LAMB paper's sense)"  # the index explains it once, so labels leave it out
@@ -36,7 +36,6 @@ WHOLE = ["algorithm", "learning_rate", "seed", "round"]  # columns that are not 
 COLUMNS = ["accuracy", "loss", "train_loss", "consistency", "update_norm", "bytes_down", "bytes_up", "client_accuracy"]
 COLUMNS += [column for columns in DIAGNOSTICS.values() for column in columns]
 DIGITS, FEWER_DIGITS, LARGE = 5, 4, 300_000  # significant digits; above LARGE bytes, fewer digits and rounds
-LAST_ROUNDS = 10  # the pages show the mean of so many last rounds, because the accuracy of some methods swings
 # what says where a run was made, not what it computes
 PLACES = {
     "data.dir",

@@ -1,5 +1,8 @@
 """The table of a run: columns that are not there, which way is better, and files that cannot be written."""
 
+import math
+
+import numpy as np
 import pytest
 
 import lamina
@@ -16,7 +19,8 @@ ROWS = [
 @pytest.mark.parametrize("read", [
     lambda history, name: history.column(name), lambda history, name: history.best(name),
     lambda history, name: history.last(name), lambda history, name: history.total(name),
-    lambda history, name: history.rounds_to(0.5, name),
+    lambda history, name: history.rounds_to(0.5, name), lambda history, name: history.final(name),
+    lambda history, name: history.settling_round(0.5, name),
 ])  # fmt: skip
 def test_a_misspelt_column_is_refused_with_the_nearest_name(read):
     with pytest.raises(lamina.BadInput, match="no column 'byte_up'; did you mean 'bytes_up'") as error:
@@ -54,3 +58,67 @@ def test_rounds_to_a_loss_is_the_first_round_at_or_below_it():
     assert history.rounds_to(2.0, "loss") == 1
     assert history.rounds_to(0.1, "loss") is None
     assert history.rounds_to(0.8) == 3
+
+
+def of(*accuracies):
+    """Return a history of accuracies; None is a round that was not evaluated."""
+    numbered = enumerate(accuracies, 1)
+    return History([{"round": i, **({} if value is None else {"accuracy": value})} for i, value in numbered])
+
+
+def test_the_final_value_is_the_mean_of_the_last_ten_rounds():
+    assert of(*[0.0] * 5, *[0.4] * 5, *[0.6] * 5).final() == pytest.approx(0.5)
+    assert of(0.2, 0.4).final() == pytest.approx(0.3)  # of a shorter run: all rounds
+    assert math.isnan(History().final())
+    assert History(ROWS).final("loss") == pytest.approx((2.0 + 0.5 + 1.0) / 3)
+
+
+def test_of_the_last_ten_rounds_the_evaluated_ones_count():
+    every_fourth = of(*[None, None, None, 0.1] * 2, *[None, None, None, 0.5], *[None, None, None, 0.7])
+    assert every_fourth.final() == pytest.approx((0.1 + 0.5 + 0.7) / 3)
+    assert of(0.3, 0.4, *[None] * 12).final() == 0.4  # none of them: the newest value
+
+
+def test_a_run_settles_where_the_mean_of_five_rounds_stays_at_the_target():
+    # trailing means: .9, .6, .5, .5, .5, then (.3+.3+.5+.5+.8)/5 = .48, (.3+.5+.5+.8+.9)/5 = .6, .7
+    run = of(0.9, 0.3, 0.3, 0.5, 0.5, 0.8, 0.9, 0.8)
+    assert run.rounds_to(0.6) == 1
+    assert run.settling_round(0.6) == 7
+    assert run.settling_round(0.45) == 1  # it is never below 0.45
+    assert run.settling_round(0.7) == 8
+    assert run.settling_round(0.71) is None
+    assert History().settling_round(0.5) is None
+
+
+def test_a_run_that_falls_at_its_end_has_not_settled():
+    run = of(*[0.9] * 8, 0.1, 0.1)
+    assert run.rounds_to(0.8) == 1
+    assert run.settling_round(0.8) is None
+
+
+def test_a_run_settles_in_a_round_that_was_evaluated():
+    run = of(None, 0.2, None, 0.8, None, 0.8, None, 0.9)  # means: .2, .5, .6, .675
+    assert run.settling_round(0.6) == 6
+
+
+def test_a_loss_settles_below_its_target():
+    history = History([{"round": i, "loss": loss} for i, loss in enumerate([0.1, 3.0, 1.0, 0.5, 0.4], 1)])
+    # means: .1, 1.55, 1.37, 1.15, 1.0
+    assert history.settling_round(1.2, "loss") == 4
+    assert history.settling_round(1.0, "loss") == 5
+
+
+@pytest.mark.parametrize("value", [0.07, 0.0003, 0.57, math.inf])
+def test_a_constant_value_is_its_own_mean(value):
+    assert of(*[value] * 7).settling_round(value) == 1
+
+
+def test_settling_agrees_with_its_definition_written_as_loops():
+    accuracies = np.random.default_rng(0).random(60)
+    accuracies[np.random.default_rng(1).random(60) < 0.3] = math.nan
+    measured = [(i, value) for i, value in enumerate(accuracies, 1) if not math.isnan(value)]
+    means = [(r, np.mean([v for _, v in measured[max(0, k - 4) : k + 1]])) for k, (r, _) in enumerate(measured)]
+    run = History([{"round": i, "accuracy": value} for i, value in enumerate(accuracies, 1)])
+    for target in np.linspace(0.2, 0.8, 25):
+        settled = [r for r, _ in means if all(mean >= target for s, mean in means if s >= r)]
+        assert run.settling_round(target) == (settled[0] if settled else None)

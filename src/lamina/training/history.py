@@ -19,6 +19,8 @@ from lamina.base.text import html_table
 from lamina.training.metrics import is_metric, smaller_is_better
 
 LONGEST_SHOWN, SHOWN_AT_ENDS = 30, 5  # rows of a history that is printed
+LAST_ROUNDS = 10  # of a final value: the best round alone would favour methods whose curve swings
+SETTLING_ROUNDS = 5  # measured rounds in the trailing mean that has to stay at a target
 NOT_EVALUATED = "none of these rounds was evaluated; pass test data (test=...) and see evaluate_every"
 
 
@@ -67,6 +69,8 @@ class History(Sequence[Row]):
     >>> history = History([{"round": 1, "accuracy": 0.5}, {"round": 2, "accuracy": 0.9}])
     >>> history.best("accuracy"), history.rounds_to(0.8), history[-1]["round"]
     (0.9, 2, 2)
+    >>> history.final(), history.settling_round(0.7)
+    (0.7, 2)
     """
 
     def __init__(self, rows: Sequence[Row] = (), metric: str | None = None) -> None:
@@ -139,6 +143,15 @@ class History(Sequence[Row]):
         best = values.min if smaller_is_better(name) else values.max
         return float(best()) if len(values) else math.nan
 
+    def final(self, name: str | None = None, *, optional: bool = False) -> float:
+        """Return the mean of the values measured in the last ten rounds; NaN if the column has no value.
+
+        The column is `metric` unless given. If none of these rounds was evaluated, the newest value counts.
+        """
+        values = self.array(self.metric if name is None else name, optional=optional)
+        measured = values[-LAST_ROUNDS:][~np.isnan(values[-LAST_ROUNDS:])]
+        return mean(measured.tolist()) if len(measured) else self.last(name, optional=optional)
+
     def last(self, name: str | None = None, *, optional: bool = False) -> float:
         """Return the newest value of a column, `metric` unless given; NaN if there is none."""
         name = self.metric if name is None else name
@@ -154,8 +167,42 @@ class History(Sequence[Row]):
     def rounds_to(self, target: float, name: str | None = None, *, optional: bool = False) -> int | None:
         """Return the first round whose value reaches the target (a loss: falls to it), or None."""
         name = self.metric if name is None else name
+        return self._first_round(self.array(name, optional=optional), target, name)
+
+    def settling_round(self, target: float, name: str | None = None, *, optional: bool = False) -> int | None:
+        """Return the first round from which the mean of five rounds stays at the target until the end, or None.
+
+        The mean is that of a round and the four rounds measured before it, as far as there are any. It stays at the
+        target if it is never below it again (a loss: above it).
+        """
+        name = self.metric if name is None else name
+        return self._first_round(self.kept_level(name, optional=optional), target, name)
+
+    def kept_level(self, name: str | None = None, *, optional: bool = False) -> NDArray[np.float64]:
+        """Return what the mean of five rounds stays at from each round on: its worst value from there to the end.
+
+        Rounds without a value have NaN. `settling_round` is the first round whose kept level reaches the target.
+        """
+        name = self.metric if name is None else name
+        levels = self.array(name, optional=optional)
+        is_measured = ~np.isnan(levels)
+        if not is_measured.any():
+            return levels
+        before = np.full(SETTLING_ROUNDS - 1, math.nan)
+        windows = np.lib.stride_tricks.sliding_window_view(
+            np.concatenate([before, levels[is_measured]]), SETTLING_ROUNDS
+        )
+        with np.errstate(over="ignore", invalid="ignore"):
+            # The bounds correct rounding: a constant value is its own mean.
+            means = np.clip(np.nanmean(windows, axis=1), np.nanmin(windows, axis=1), np.nanmax(windows, axis=1))
+        worst = np.maximum if smaller_is_better(name) else np.minimum
+        levels[is_measured] = worst.accumulate(means[::-1])[::-1]
+        return levels
+
+    def _first_round(self, values: NDArray[np.float64], target: float, name: str) -> int | None:
+        """Return the first round whose value of a column reaches a target, or None."""
         sign = -1 if smaller_is_better(name) else 1
-        reached = np.flatnonzero(sign * self.array(name, optional=optional) >= sign * target)
+        reached = np.flatnonzero(sign * values >= sign * target)
         return int(self.rows[int(reached[0])]["round"]) if len(reached) else None
 
     def _finite(self, name: str, optional: bool) -> NDArray[np.float64]:
