@@ -268,8 +268,8 @@ def judge(wanted: Sequence[Claim], variants: Mapping[str, Variant]) -> list[clai
 
 
 def claim_facts(finding: claims.Finding, small: bool) -> dict[str, Any]:
-    """Return a claim and its result for facts.json; accuracies are in per cent, as papers print them."""
-    claim = finding.claim
+    """Return a claim and its result for the pages; accuracies are in per cent, as papers print them."""
+    claim, pairs = finding.claim, finding.pairs
     return {
         "text": claim.text,
         "expected": expected(claim),
@@ -279,9 +279,9 @@ def claim_facts(finding: claims.Finding, small: bool) -> dict[str, Any]:
         "paper": claim.paper,
         "here": {label: claims.in_per_cent(claim, value) for label, value in finding.values.items()},
         "verdict": "none" if small else finding.verdict,
-        "pairs": len(finding.pairs),
-        "wrong": [list(pair) for pair, holds in finding.pairs.items() if not holds],
-        "weak": [list(pair) for pair in finding.weak],
+        "pairs": len(pairs),
+        "wrong": [[pair.better, pair.worse] for pair in pairs if pair.outcome != "right"],
+        "weak": [[pair.better, pair.worse] for pair in pairs if "less than" in pair.remark and pair.outcome == "right"],
     }
 
 
@@ -311,16 +311,9 @@ def called(label: str) -> str:
 
 def agrees(path: Path, findings: Sequence[claims.Finding], small: bool) -> bool:
     """Return whether claims.json agrees with the runs."""
-    rows = [
-        {
-            "text": finding.claim.text,
-            "paper": finding.claim.paper,
-            "here": finding.values,
-            **({} if small else {"verdict": finding.verdict}),
-        }
-        for finding in findings
-    ]
-    return path.exists() and read_json(path) == as_json({"scale": "small" if small else "full", "claims": rows})
+    scale: reproduction.Scale = "small" if small else "full"
+    rows = [reproduction.described(finding, scale) for finding in findings]
+    return path.exists() and read_json(path) == as_json({"scale": scale, "claims": rows})
 
 
 # --- write -------------------------------------------------------------------------------------------------------

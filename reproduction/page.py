@@ -14,11 +14,12 @@ from typing import Any
 
 from appendix import preset_page
 from figures import save_figures
-from record import Result, read_results
-from words import PAIRS, SOURCES, counted, markdown, source, spent, verdict
+from record import Result, judged, read_results
+from words import RULE, SOURCES, counted, markdown, source, spent, verdict
 
 from lamina.base.errors import unknown
 from lamina.experiment.trials import reproduction
+from lamina.experiment.trials.claims import Finding
 
 HERE = Path(__file__).parent
 PAGES = HERE.parent / "docs" / "reproduction"
@@ -51,13 +52,19 @@ def make(results: Sequence[Result], presets: Mapping[str, Path], notes: Mapping[
     for name in notes["notes"]:
         if name not in presets:
             raise unknown("preset in notes.toml", name, presets)
-    pages = {"index.md": index(results, presets, notes["notes"])}
+    findings = {result.name: findings_of(result, presets) for result in results}
+    pages = {"index.md": index(results, findings, presets, notes["notes"])}
     if notes["session"]:
         pages["appendix/sessions.md"] = sessions(notes["session"])
     for result in results:
-        text = preset_page(result, presets, notes["notes"].get(result.name, []))
+        text = preset_page(result, findings[result.name], presets, notes["notes"].get(result.name, []))
         pages[f"appendix/{result.name}.md"] = text + "\n"
     return pages
+
+
+def findings_of(result: Result, presets: Mapping[str, Path]) -> list[Finding]:
+    """Return a preset's claims with their verdicts; the small version has none."""
+    return judged(result, presets[result.name]) if result.facts["scale"] == "full" else []
 
 
 def paper_of(preset: str) -> str:
@@ -107,47 +114,47 @@ the presets `lamb-drafts-…`. All others are older: if you run one again, the s
 where all take part."""
 
 
-def index(results: Sequence[Result], presets: Mapping[str, Path], notes: Mapping[str, Sequence[str]]) -> str:
+def index(
+    results: Sequence[Result],
+    findings: Mapping[str, Sequence[Finding]],
+    presets: Mapping[str, Path],
+    notes: Mapping[str, Sequence[str]],
+) -> str:
     """Return the index: the verdicts of all claims and of each preset, how it was run, and what was not run."""
     toctree = "\n".join(["```{toctree}", ":hidden:", ":glob:", "", "appendix/*", "```"])
-    parts = [HEAD, verdicts(results), WORDS, how(results), not_run(results, presets, notes), toctree]
+    parts = [HEAD, verdicts(findings), WORDS, how(results), not_run(results, presets, notes), toctree]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def verdicts(results: Sequence[Result]) -> str:
+def verdicts(findings: Mapping[str, Sequence[Finding]]) -> str:
     """Return how often each verdict occurs, by the claims' source, and each preset's verdicts."""
-    if not results:
+    if not findings:
         return "## Verdicts\n\nNothing has been run yet."
-    claims: dict[str, list[Mapping[str, Any]]] = {title: [] for title in (*PAPERS.values(), *SOURCES)}
-    for result in results:
-        for claim in result.facts["claims"]:
-            claims[source(claim) or paper_of(result.name)].append(claim)
-    outcomes = {title: [verdict(claim) for claim in group] for title, group in claims.items()}
+    groups: dict[str, list[Finding]] = {title: [] for title in (*PAPERS.values(), *SOURCES)}
+    for preset, of_preset in findings.items():
+        for finding in of_preset:
+            groups[source(finding.claim) or paper_of(preset)].append(finding)
+    groups = {title: group for title, group in groups.items() if group}
+    outcomes = {title: [verdict(finding) for finding in group] for title, group in groups.items()}
     columns = [word for word in counted() if any(word in group for group in outcomes.values())]
     rows = [
-        [title, str(len(group)), str(len({claim["text"] for claim in group}))]
+        [title, str(len(group)), str(len({finding.claim.text for finding in group}))]
         + [str(outcomes[title].count(word)) for word in columns]
-        for title, group in claims.items()
-        if group
+        for title, group in groups.items()
     ]
-    parts = ["## Verdicts", PAIRS, markdown(["whose claims", "claims", "distinct texts", *columns], rows)]
+    parts = ["## Verdicts", RULE, markdown(["whose claims", "claims", "distinct texts", *columns], rows)]
     for title in PAPERS.values():
-        group = [result for result in results if paper_of(result.name) == title]
-        if group:
+        presets = [preset for preset in findings if paper_of(preset) == title]
+        if presets:
             head = ["preset", "the paper's claims", "the simulator README's", "ours"]
-            rows = [[link(result.name), *map(tally, by_source(result))] for result in group]
+            rows = [[link(preset), *(tally(findings[preset], whose) for whose in ("", *SOURCES))] for preset in presets]
             parts += [f"## Presets: {title}", markdown(head, rows)]
     return "\n\n".join(parts)
 
 
-def by_source(result: Result) -> list[list[Mapping[str, Any]]]:
-    """Return a preset's claims: the paper's, the simulator README's and ours."""
-    return [[c for c in result.facts["claims"] if source(c) == whose] for whose in ("", *SOURCES)]
-
-
-def tally(claims: Sequence[Mapping[str, Any]]) -> str:
-    """Return how often each verdict occurs, in words."""
-    outcomes = [verdict(claim) for claim in claims]
+def tally(findings: Sequence[Finding], whose: str) -> str:
+    """Return how often each verdict occurs among the claims of one source, in words."""
+    outcomes = [verdict(finding) for finding in findings if source(finding.claim) == whose]
     return ", ".join(f"{outcomes.count(word)} {word}" for word in counted() if word in outcomes)
 
 

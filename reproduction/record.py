@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from collect import called
 
-from lamina.experiment.runs.records import read_json
-from lamina.experiment.trials import reproduction
+from lamina.experiment.config import load
+from lamina.experiment.runs.records import Record, read_json
+from lamina.experiment.trials import claims, reproduction
+from lamina.experiment.trials.trial import Trial
+from lamina.report.curves import algorithm_of
 from lamina.training.history import History
 
 
@@ -23,6 +26,7 @@ class Result:
     facts: dict[str, Any]
     histories: dict[tuple[str, str], list[History]]  # by variant folder and algorithm; one history per seed
     digest: str = ""  # of the files that the histories were read from
+    configs: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the comparisons, by variant folder
 
 
 def read_results(folder: Path) -> list[Result]:
@@ -49,7 +53,31 @@ def read_result(folder: Path) -> Result:
                 History([run.get(number, {"round": number}) for number in range(1, max(run, default=0) + 1)])
                 for run in runs
             ]
-    return Result(folder.name, facts, histories, digest.hexdigest())
+    configs = {variant: read_json(folder / variant / "config.json") for variant in facts["variants"]}
+    return Result(folder.name, facts, histories, digest.hexdigest(), configs)
+
+
+def judged(result: Result, preset: Path) -> list[claims.Finding]:
+    """Check the claims that a preset has now against a record; a method counts only if all its seeds have finished."""
+    experiment = load(preset)
+    entries = {}
+    for (variant, name), histories in result.histories.items():
+        config, method = result.configs[variant], result.facts["variants"][variant]["methods"][name]
+        if len(histories) == config["compare"]["seeds"]:
+            label = name if variant == reproduction.FOLDER_AS_GIVEN else f"{name}@{variant}"
+            entries[label] = trial(name, config, method, histories)
+    return [claims.evaluate(claim, entries) for claim in experiment.claim]
+
+
+def trial(name: str, config: dict[str, Any], method: dict[str, Any], histories: list[History]) -> Trial:
+    """Return a method of a comparison with its final runs, as they were before they were collected."""
+    diverged = dict(line.removeprefix("seed ").split(": ", 1) for line in method["diverged"])
+    records = []
+    for seed, history in zip(method["seeds"], histories, strict=True):
+        train = {**config["train"], "seed": seed, "lr": method["settings"]["lr"]}
+        settings = {**config, "algorithm": {"name": algorithm_of(config["compare"], name)}, "train": train}
+        records.append(Record(Path(), settings, history, {}, diverged.get(str(seed))))
+    return Trial(name, method["settings"], records, len(records))
 
 
 def labelled(algorithm: str, variant: str) -> str:

@@ -2,81 +2,65 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from collect import called
-from record import Result
 
-from lamina.experiment.trials import reproduction
-from lamina.experiment.trials.claims import named_in, written
+from lamina.experiment.config import Claim
+from lamina.experiment.trials import claims
+from lamina.experiment.trials.claims import Finding
 from lamina.report.tables import NONE
 
-JUDGED = ("holds", "holds in part", "does not hold")
-DIVERGED = (
-    "A final run of one of these methods diverged. Claims about the best round use what it had reached; in claims "
-    "about the last or a later round it loses."
-)
-NEVER = "*never*: not within the rounds that were run, which may be fewer than the paper's."
-VERDICTS = {
-    "holds": "reproduced",
-    "holds in part": "partly",
-    "does not hold": "not reproduced",
-    "not run": "not finished",
-    "none": "none (small version)",
-}
 README, OURS = "the simulator's README", "our own"  # sources of claims that are not a paper's
 SOURCES = (README, OURS)
-PAIRS = (
-    'A claim is split into pairs ("this method is better than that one") of means over seeds. It is *reproduced* '
-    "if all pairs are as the paper says, and *partly* reproduced if some are. With the same seed all methods have the "
-    "same initial weights, clients and batches, so each seed can be compared by itself: the verdict says if a pair "
-    "does not hold in every seed. Claims of our own, which are in no paper, *hold* or *do not hold*."
-)
+OUR_VERDICTS = {"reproduced": "holds", "partly": "holds in part", "not reproduced": "does not hold"}
+RULE = """A claim is split into pairs ("this method is better than that one"). The difference of a pair is the mean over
+the seeds that both methods have, with its 95 % interval (Student's t). With the same seed, methods share initial
+weights, clients and batches, so differences are taken seed by seed. An accuracy is the mean of the last ten rounds, and
+a round to a target is the first from which the mean of five rounds stays there until the end, unless a claim says
+otherwise.
+
+- A pair is *right* or *wrong* by its sign, and a *tie* if the interval includes 0; one seed has no interval, only a
+  sign. A claim of size is right if the mean difference is as large, or as small, as claimed; the page says if the
+  interval leaves it open.
+- A pair is *not comparable* if runs are shorter than the claim needs or not equally long, if one is dead (its accuracy
+  never changes) or untuned, if survival decides because one diverged, or if both reach a target within 3 rounds.
+- A claim is *reproduced* if all pairs are right and *partly* reproduced if some are. Without a right pair it is *not
+  reproduced* if one is wrong, else a *tie* if one is a tie, else *not comparable*.
+- An accuracy after all rounds of a paper is not compared with a run of less than half as many.
+
+Claims of our own, which are in no paper, *hold* or *do not hold*."""
 
 
-def source(claim: Mapping[str, Any]) -> str:
-    """Return whose claim it is; empty: the paper's.
-
-    >>> source({"text": "the README's order"}), source({"text": "it works (ours)"}), source({"text": "it works"})
-    ("the simulator's README", 'our own', '')
-    """
-    if str(claim["text"]).endswith("(ours)"):
+def source(claim: Claim) -> str:
+    """Return whose claim it is; empty: the paper's."""
+    if claim.text.endswith("(ours)"):
         return OURS
-    return README if "README" in claim["text"] else ""
+    return README if "README" in claim.text else ""
 
 
-def verdict(claim: Mapping[str, Any]) -> str:
+def verdict(finding: Finding) -> str:
     """Return a verdict in the words of the pages; our own claims hold or do not hold."""
-    judged = claim["verdict"] in JUDGED
-    return str(claim["verdict"]) if judged and source(claim) == OURS else VERDICTS[claim["verdict"]]
+    return OUR_VERDICTS.get(finding.verdict, finding.verdict) if source(finding.claim) == OURS else finding.verdict
 
 
 def counted() -> list[str]:
     """Return all verdicts in the order of the tables."""
-    return list(dict.fromkeys([*VERDICTS.values(), *JUDGED]))
+    paper = [str(word) for word in get_args(claims.Verdict)]
+    return [*paper, *OUR_VERDICTS.values()]
 
 
-def with_diverged(result: Result, claim: Mapping[str, Any]) -> bool:
-    """Return whether a final run of one of a claim's methods diverged."""
-    for label in claim["here"]:
-        for algorithm, variant in named_in(label):
-            methods = result.facts["variants"].get(variant or reproduction.FOLDER_AS_GIVEN, {}).get("methods", {})
-            if methods.get(algorithm, {}).get("diverged"):
-                return True
-    return False
+def number(value: float | None, *, rounds: bool = True, of: int = 0) -> str:
+    """Return a claim's number as text; a target that is not reached names the rounds that were run, if known.
 
-
-def unreached(claim: Mapping[str, Any]) -> bool:
-    """Return whether one of our runs ended before it reached a claim's target."""
-    return claim["target"] is not None and math.inf in map(float, claim["here"].values())
-
-
-def number(value: Any, *, rounds: bool = True) -> str:
-    """Return a claim's number as text; JSON stores non-finite numbers as text."""
-    return NONE if value in (None, "nan") else written(float(value), rounds=rounds)
+    >>> number(598.0), number(float("inf"), of=300), number(float("inf")), number(None)
+    ('598', 'not within 300', 'never', '–')
+    """
+    if value is None or value != value:
+        return NONE
+    return claims.written(value, rounds=rounds, never=f"not within {of}" if of else "never")
 
 
 def named(label: str) -> str:

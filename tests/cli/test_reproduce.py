@@ -1,13 +1,12 @@
 """`lamina reproduce`: the editable copy of an experiment file, and how findings are printed."""
 
-from dataclasses import replace
-
 import pytest
 
 from lamina import BadInput
 from lamina.cli.reproduce import show, write_copy
 from lamina.experiment.config import Claim, load
-from lamina.experiment.trials.claims import Finding
+from lamina.experiment.trials.claims import Finding, Pair
+from lamina.experiment.trials.pairs import Difference
 
 FINDING = Finding(
     Claim(
@@ -17,8 +16,11 @@ FINDING = Finding(
         paper={"fedlamb": 98.5, "fedavg": 95.5},
     ),
     {"fedlamb": 0.972, "fedavg": 0.96, "fedams": 0.965},
-    {("fedlamb", "fedavg"): True, ("fedlamb", "fedams"): True, ("fedavg", "fedams"): False},
-    [("fedlamb", "fedams")],
+    [
+        Pair("fedlamb", "fedavg", "right", Difference(0.012, 0.002, 3)),
+        Pair("fedlamb", "fedams", "tie", Difference(0.007, 0.01, 3), "holds by less than the interval"),
+        Pair("fedavg", "fedams", "not comparable", None, "fedams diverged in 1 of 3 seeds"),
+    ],
 )
 
 
@@ -45,14 +47,15 @@ def test_the_papers_numbers_are_beside_ours_and_a_verdict_names_the_pairs(capsys
     assert "claim: Fed-LAMB [is] best" in printed
     cells = {words[0]: words[1:] for words in map(str.split, printed.splitlines()) if len(words) == 3}
     assert (cells["fedlamb"], cells["fedams"]) == (["98.5", "97.2"], ["-", "96.5"])
-    assert (
-        "verdict: holds in part (2 of 3 pairs; not fedavg / fedams; not in every seed fedlamb / fedams)"
-        in printed.replace("\n", " ")
-    )
+    assert "verdict: partly (1 of 3 pairs, 3 seeds)" in printed
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    assert "fedlamb / fedavg +1.2 [+1, +1.4] right" in lines
+    assert "fedlamb / fedams +0.7 [-0.3, +1.7] tie: holds by less than the interval" in lines
+    assert "fedavg / fedams - not comparable: fedams diverged in 1 of 3" in lines  # the table folds
 
 
 def test_a_small_version_has_no_verdict(capsys):
-    show([replace(FINDING, weak=[])], "small")
+    show([FINDING], "small")
     printed = capsys.readouterr().out
     assert "verdict:" not in printed
     assert "a smoke test, and no verdict about the paper" in printed

@@ -11,8 +11,9 @@ from PIL import Image
 
 from helpers import cells
 from lamina import algorithms
-from lamina.experiment.config import load
+from lamina.experiment.config import Claim, load
 from lamina.experiment.trials import claims, reproduction
+from lamina.experiment.trials.pairs import Difference
 from lamina.report.figures import described
 from lamina.training.history import History
 from lamina.training.metrics import DIAGNOSTICS
@@ -29,29 +30,30 @@ from record import labelled  # noqa: E402
 PAPERS = reproduction.papers()
 
 
-def test_pairs_that_are_not_so_in_every_seed_are_said():
-    claim = {
-        "text": "a", "expected": "b", "unit": "c", "target": None, "paper": {}, "here": {"fedavg": 1.0, "mime": 0.5},
-        "verdict": "holds", "pairs": 3, "wrong": [], "weak": [],
-    }  # fmt: skip
-    result = page.Result("mine", {"variants": {}}, {})
-    assert "(3 of 3 pairs)" in appendix.claim_table(result, claim)
-    some = claim | {"weak": [["fedavg", "mime"]], "wrong": [["mime", "fedavg"]]}
-    told = "(2 of 3 pairs; not Mime / FedAvg (Fed-SGD); not in every seed FedAvg (Fed-SGD) / Mime)"
-    assert told in appendix.claim_table(result, some)
-    assert "pairs" not in appendix.claim_table(result, some | {"verdict": "not run"})
-    assert "never" not in appendix.claim_table(result, claim)
+def finding(text="it works", *, outcome="right", target=None, paper=None, values=None, rounds=0):
+    """A claim that FedAvg is above Mime, with one pair."""
+    kind = "order" if target is None else "rounds_to"
+    claim = Claim(text=text, kind=kind, expect=["fedavg", "mime"], target=target, paper=paper or {})
+    pair = claims.Pair("fedavg", "mime", outcome, Difference(0.012, 0.009, 3), "by a little")
+    return claims.Finding(claim, values or {"fedavg": 0.5, "mime": 0.4}, [pair], rounds=rounds)
 
 
-def test_a_claim_says_if_a_run_of_its_methods_diverged():
-    claim = {
-        "text": "a", "expected": "b", "unit": "c", "target": None, "paper": {},
-        "here": {"fedavg": 1.0, "mime@Z=3": 0.5}, "verdict": "holds", "pairs": 1, "wrong": [], "weak": [],
-    }  # fmt: skip
-    for variant, diverged in (("as-given", False), ("Z=3", True)):
-        methods = {"mime": {"diverged": ["seed 1: loss is NaN"]}}
-        result = page.Result("mine", {"variants": {variant: {"methods": methods}}}, {})
-        assert (words.DIVERGED in appendix.claim_table(result, claim)) is diverged
+def test_a_claim_has_its_verdict_seeds_and_intervals():
+    text = appendix.claim_tables(page.Result("mine", {}, {}), finding(paper={"fedavg": 51.5}))
+    assert "### it works\n\n**reproduced** (3 seeds). Expected: FedAvg (Fed-SGD) > Mime." in text
+    assert cells(text, "FedAvg (Fed-SGD)") == ["51.5", "50"]
+    assert cells(text, "Mime") == ["–", "40"]
+    assert cells(text, "FedAvg (Fed-SGD) / Mime") == ["+1.2 [+0.3, +2.1]", "right: by a little"]
+
+
+def test_a_claim_about_rounds_has_the_first_touch_and_the_megabytes():
+    rows = [{"round": r, "accuracy": 0.5, "bytes_down": 1.5e6, "bytes_up": 0.5e6} for r in (1, 2)]
+    result = page.Result("mine", {}, {("as-given", "fedavg"): [History(rows)]})
+    claim = finding(target=0.7, values={"fedavg": 30.0, "mime": math.inf}, rounds=50)
+    claim.touches.update(fedavg=20.0, mime=45.0)
+    text = appendix.claim_tables(result, claim)
+    assert cells(text, "FedAvg (Fed-SGD)") == ["–", "30", "20", "60"]
+    assert cells(text, "Mime") == ["–", "not within 50", "45", "–"]
 
 
 @pytest.mark.parametrize(("variants", "folder"), [(["as-given"], "as-given"), (["as-given", "E=2"], "*")])
@@ -83,51 +85,42 @@ def test_costs_are_in_multiples_of_fedavgs():
         ("as-given", "fedcm"): [History([])],
     }
     result = page.Result("mine", {}, histories)
-    claim = {"target": 0.7, "paper": {"fedavg": 94, "fedlada": 44.6}, "here": {"fedavg": 3.0, "fedlada": 2.0}}
+    paper = {"fedavg": 94, "fedlada": 44.6}
+    claim = finding(target=0.7, paper=paper, values={"fedavg": 3.0, "fedlada": 2.0})
     text = appendix.cost_to_target(result, claim)
     assert "The cost to reach 70 %" in text
     assert cells(text, "FedAvg (Fed-SGD)") == ["94", "1.00 ×", "3", "1.00 ×", "1.00 ×"]
     assert cells(text, "FedLADA") == ["44.6", "0.95 ×", "2", "1.33 ×", "1.67 ×"]  # 2*44.6/94, 2*2/3, 5*2/(2*3)
 
-    never = {"target": 0.8, "paper": {"fedavg": 536.9, "fedlada": 186.4}, "here": {"fedavg": "inf", "fedlada": 2.0}}
+    paper = {"fedavg": 536.9, "fedlada": 186.4}
+    never = finding(target=0.8, paper=paper, values={"fedavg": math.inf, "fedlada": 2.0}, rounds=4)
     text = appendix.cost_to_target(result, never)
     assert "FedAvg (Fed-SGD) does not reach it in 4 rounds." in text
-    assert cells(text, "FedAvg (Fed-SGD)") == ["536.9", "1.00 ×", "never", "–", "–"]
+    assert cells(text, "FedAvg (Fed-SGD)") == ["536.9", "1.00 ×", "not within 4", "–", "–"]
     assert cells(text, "FedLADA") == ["186.4", "0.69 ×", "2", "< 1.00 ×", "< 1.25 ×"]  # less than of 4 rounds
-    nobody = {**never, "here": {"fedavg": "inf", "fedlada": "inf"}}
+    nobody = finding(target=0.8, paper=paper, values={"fedavg": math.inf, "fedlada": math.inf})
     assert appendix.cost_to_target(result, nobody) == ""
-    assert appendix.cost_to_target(result, {**claim, "target": None}) == ""
-    assert appendix.cost_to_target(result, {**claim, "paper": {}}) == ""
+    assert appendix.cost_to_target(result, finding(paper=paper, values={"fedavg": 3.0})) == ""
+    assert appendix.cost_to_target(result, finding(target=0.7, values={"fedavg": 3.0})) == ""
 
 
 def test_costs_of_what_is_not_finished_are_left_out():
     row = {"round": 1, "accuracy": 0.7, "bytes_down": 2.0, "bytes_up": 2.0}
     begun = {("as-given", "fedavg"): [History([row])], ("as-given", "fedcm"): [History([])]}
-    claim = {"target": 0.7, "paper": {"fedavg": 94, "fedcm": 71.5, "fedlada": 44.6}}
-    some = {**claim, "here": {"fedavg": 1.0, "fedcm": "nan", "fedlada": "nan"}}
+    paper = {"fedavg": 94, "fedcm": 71.5, "fedlada": 44.6}
+    some = finding(target=0.7, paper=paper, values={"fedavg": 1.0, "fedcm": math.nan, "fedlada": math.nan})
     text = appendix.cost_to_target(page.Result("mine", {}, begun), some)
     assert cells(text, "FedAvg (Fed-SGD)") == ["94", "1.00 ×", "1", "1.00 ×", "1.00 ×"]
     assert "FedCM" not in text
     assert "FedLADA |" not in text
-    none = {**claim, "here": {"fedavg": "nan", "fedcm": "nan", "fedlada": "nan"}}
+    none = finding(target=0.7, paper=paper, values=dict.fromkeys(paper, math.nan))
     assert appendix.cost_to_target(page.Result("mine", {}, begun), none) == ""
     assert appendix.cost_to_target(page.Result("mine", {}, {}), none) == ""
 
 
-def test_the_last_rounds_are_the_last_ten_of_which_not_all_are_measured():
-    rows = [{"round": r, "accuracy": r / 100} for r in range(1, 21)]
-    assert appendix.last_rounds(History(rows)) == pytest.approx(15.5)
-    some = [row if row["round"] % 4 == 0 else {"round": row["round"]} for row in rows]
-    assert appendix.last_rounds(History(some)) == 16
-    assert appendix.last_rounds(History(rows[:2])) == pytest.approx(1.5)
-    assert math.isnan(appendix.last_rounds(History([])))
-
-
 def test_claims_are_counted_by_whose_they_are():
-    def result(name, *texts):
-        return page.Result(name, {"claims": [{"text": text, "verdict": "holds"} for text in texts]}, {})
-
-    text = page.verdicts([result("lamb-a", "one", "two (ours)"), result("lada-b", "the README's order", "one", "one")])
+    texts = {"lamb-a": ["one", "two (ours)"], "lada-b": ["the README's order", "one", "one"]}
+    text = page.verdicts({preset: [finding(one) for one in of_preset] for preset, of_preset in texts.items()})
     assert cells(text, page.PAPERS["lamb-"]) == ["1", "1", "1", "0"]
     assert cells(text, page.PAPERS["lada-"]) == ["2", "1", "2", "0"]  # two claims with one text
     assert cells(text, words.README) == ["1", "1", "1", "0"]
@@ -226,13 +219,16 @@ def test_what_the_notes_point_to_was_run():
     assert named <= run
 
 
-def test_what_no_paper_claims_is_not_called_reproduced():
-    assert page.verdict({"text": "it works", "verdict": "holds"}) == "reproduced"
-    assert page.verdict({"text": "it works (ours)", "verdict": "holds"}) == "holds"
-    assert page.verdict({"text": "it works (ours)", "verdict": "not run"}) == "not finished"
+@pytest.mark.parametrize(
+    ("outcome", "paper", "ours"),
+    [("right", "reproduced", "holds"), ("wrong", "not reproduced", "does not hold"), ("tie", "tie", "tie")],
+)
+def test_what_no_paper_claims_is_not_called_reproduced(outcome, paper, ours):
+    assert words.verdict(finding(outcome=outcome)) == paper
+    assert words.verdict(finding("it works (ours)", outcome=outcome)) == ours
 
 
-@pytest.mark.parametrize("value", [math.inf, 0.123456, 7, 598.0, "nan", None])
+@pytest.mark.parametrize("value", [math.inf, 0.123456, 7, 598.0, math.nan, None])
 def test_numbers_as_text(value):
     assert words.number(value) == {0.123456: "0.1235", 7: "7", 598.0: "598", math.inf: "never"}.get(value, "–")
 

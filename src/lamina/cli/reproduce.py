@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from lamina.base.errors import BadInput
+from lamina.base.text import plural
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, echo
 from lamina.cli.compare import run_comparison
@@ -109,23 +110,22 @@ def show(findings: list[Finding], scale: Scale) -> None:
     from lamina.experiment.trials import claims, reproduction
 
     for finding in findings:
-        claim = finding.claim
+        claim, numbers = finding.claim, ["paper", "here"]
+        is_rounds = claim.target is not None
+        numbers += ["first touch"] if is_rounds else []
+        unreached = f"not within {plural(finding.rounds, 'round')}"
         rows = []
         for label in dict.fromkeys([*finding.values, *claim.paper]):
-            published = claims.written(claim.paper[label]) if label in claim.paper else "-"
+            published = claims.written(claim.paper[label], never="not reached") if label in claim.paper else "-"
             here = claims.in_per_cent(claim, finding.values.get(label, math.nan))
-            rows.append([label, published, claims.written(here, rounds=claim.target is not None)])
-        numbers = ("paper", "here")
+            row = [label, published, claims.written(here, rounds=is_rounds, never=unreached)]
+            touch = finding.touches.get(label, math.nan)
+            rows.append([*row, claims.written(touch, never=unreached)] if is_rounds else row)
         echo("")
         echo(f"claim: {claim.text}")
         base.out.print(base.table((claims.unit(claim), *numbers), rows, right=numbers, no_wrap=numbers))
         if scale == "full":
-            wrong = [pair for pair, holds in finding.pairs.items() if not holds]
-            details = [f"{sum(finding.pairs.values())} of {len(finding.pairs)} pairs"]
-            for what, pairs in (("not", wrong), ("not in every seed", finding.weak)):
-                if pairs:
-                    details.append(f"{what} " + ", ".join(f"{better} / {worse}" for better, worse in pairs))
-            echo(f"verdict: {finding.verdict} ({'; '.join(details)})")
+            show_pairs(finding)
     if scale == "small":
         echo("")
         echo(
@@ -133,3 +133,20 @@ def show(findings: list[Finding], scale: Scale) -> None:
             "rounds, one seed, untuned rates, small_cnn in place of a ResNet; a smoke test, and no verdict about the "
             "paper"
         )
+
+
+def show_pairs(finding: Finding) -> None:
+    """Print the difference of every pair with its interval, and the verdict."""
+    from lamina.experiment.trials import claims
+
+    rows = [
+        [f"{pair.better} / {pair.worse}", claims.written_lead(finding.claim, pair), claims.written_outcome(pair)]
+        for pair in finding.pairs
+    ]
+    lead = "lead [95 %]" if finding.seeds > 1 else "lead"
+    if rows:
+        base.out.print(base.table(("pair", lead, "outcome"), rows, no_wrap=(lead,)))
+    right = sum(pair.outcome == "right" for pair in finding.pairs)
+    details = [f"{right} of {plural(len(rows), 'pair')}"] if rows else []
+    details += ["one seed" if finding.seeds == 1 else f"{finding.seeds} seeds"] if finding.seeds else []
+    echo(f"verdict: {finding.verdict}" + (f" ({', '.join(details)})" if details else ""))

@@ -180,10 +180,10 @@ class Claim(_Section):
     kind: Literal["order", "rounds_to", "gap"]
     expect: list[str | list[str]]  # labels, the best first; an inner list is a tie
     metric: str = "accuracy"  # a column of the metrics
-    at: Literal["best", "last"] | AtLeastOne = "best"  # order, gap: of the run, or in that round
+    at: Literal["final", "best", "last"] | AtLeastOne = "final"  # order, gap: final is the mean of the last ten rounds
     within: AtLeastOne | None = None  # compare the first `within` rounds only, for runs of unequal length
     lower_is_better: bool = False  # order, gap
-    target: float | None = None  # rounds_to
+    target: float | None = None  # rounds_to: to stay at
     at_least: float | None = None  # gap: of the first over each of the others
     at_most: float | None = None  # gap: either way
     paper: dict[str, float] = {}  # the paper's numbers by label, as printed: accuracies in per cent

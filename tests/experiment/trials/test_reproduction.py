@@ -209,6 +209,7 @@ text = "FedAvg learns at all [in brackets]"
 kind = "gap"
 expect = ["fedavg", "fedlamb@still"]
 at_most = 1.0
+within = 1
 [claim.paper]
 fedavg = 99.5
 "fedlamb@still" = inf
@@ -232,12 +233,15 @@ def test_reproduce_runs_the_variants_and_gives_a_verdict(here, capsys):
     assert call("mine.toml") == 0
     message = capsys.readouterr().out
     assert "FedAvg learns at all [in brackets]" in message
-    assert "verdict: holds (1 of 1 pairs)" in message
+    assert "verdict: reproduced (1 of 1 pair, one seed)" in message
     assert "99.5" in message
-    assert "never" in message
+    assert "not reached" in message
     assert "small version" not in message
     kept = json.loads((here / "runs" / "mine" / "claims.json").read_text())
-    assert kept["claims"][0]["verdict"] == "holds"
+    assert kept["claims"][0]["verdict"] == "reproduced"
+    (pair,) = kept["claims"][0]["pairs"]
+    assert (pair["better"], pair["worse"], pair["interval"], pair["seeds"]) == ("fedavg", "fedlamb@still", None, 1)
+    assert (pair["outcome"], pair["remark"]) == ("right", "one seed")
     assert kept["claims"][0]["paper"]["fedlamb@still"] == "inf"
     assert len((here / "runs/mine/as-given/fedavg/seed0/metrics.jsonl").read_text().splitlines()) == 3
     assert len((here / "runs/mine/still/fedlamb/seed0/metrics.jsonl").read_text().splitlines()) == 1
@@ -316,7 +320,7 @@ def test_tuning_rounds_that_a_variant_does_not_reach_are_refused_before_anything
 
 def test_the_small_version_speaks_of_a_round_it_reaches():
     claim = load(PAPERS["lamb-fmnist-cnn-noniid-e1"]).claim[0]
-    assert (claim.at, reproduction.in_reach(claim, 20).at, reproduction.in_reach(claim, 50).at) == (50, "last", 50)
+    assert (claim.at, reproduction.in_reach(claim, 20).at, reproduction.in_reach(claim, 50).at) == (50, "final", 50)
 
 
 def test_without_data_the_small_version_says_which_files_it_wants(here, monkeypatch, capsys):
@@ -387,6 +391,6 @@ def test_in_the_small_version_a_claim_is_about_the_rounds_there_are():
         judged = reproduction.in_reach(judged, rounds)
         return judged.at, judged.within
 
-    assert small(at=50) == ("last", None)
+    assert small(at=50) == ("final", None)
     assert small(at=5, within=8) == (5, 8)
     assert small(at="last", within=100) == ("last", None)

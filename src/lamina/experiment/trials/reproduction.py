@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lamina.base.errors import unknown
 from lamina.data.dataset import Dataset, Splits
@@ -88,8 +88,8 @@ def _some(data: Dataset, samples: int) -> Dataset:
 
 
 def in_reach(claim: Claim, rounds: int) -> Claim:
-    """Return a claim about the last round, or all rounds, in place of rounds that a small version does not reach."""
-    at = "last" if isinstance(claim.at, int) and claim.at > rounds else claim.at
+    """Return a claim about the last rounds, or all rounds, in place of rounds that a small version does not reach."""
+    at = "final" if isinstance(claim.at, int) and claim.at > rounds else claim.at
     within = None if claim.within is not None and claim.within > rounds else claim.within
     return claim.model_copy(update={"at": at, "within": within})
 
@@ -104,16 +104,30 @@ def too_short(claim: Claim, experiments: dict[str, Experiment]) -> str:
     return f"no verdict on '{claim.text}': it is about round {wanted}, and the runs have {rounds}"
 
 
+def described(finding: claims.Finding, scale: Scale) -> dict[str, Any]:
+    """Return a finding for claims.json; a small version has no verdict."""
+    pairs = [
+        {
+            "better": pair.better,
+            "worse": pair.worse,
+            "lead": pair.lead and pair.lead.mean,
+            "interval": None if pair.lead is None or pair.lead.margin is None else [pair.lead.low, pair.lead.high],
+            "seeds": 0 if pair.lead is None else pair.lead.seeds,
+            "outcome": pair.outcome,
+            "remark": pair.remark,
+        }
+        for pair in finding.pairs
+    ]
+    return {
+        "text": finding.claim.text,
+        "paper": finding.claim.paper,
+        "here": finding.values,
+        **({"first_touch": finding.touches} if finding.touches else {}),
+        **({"verdict": finding.verdict, "pairs": pairs} if scale == "full" else {}),
+    }
+
+
 def save(findings: list[claims.Finding], folder: Path, scale: Scale) -> None:
     """Write claims.json beside the folders of the comparisons."""
-    rows = [
-        {
-            "text": finding.claim.text,
-            "paper": finding.claim.paper,
-            "here": finding.values,
-            **({"verdict": finding.verdict} if scale == "full" else {}),
-        }
-        for finding in findings
-    ]
     with writing_to(folder):
-        write_json(folder / "claims.json", {"scale": scale, "claims": rows})
+        write_json(folder / "claims.json", {"scale": scale, "claims": [described(each, scale) for each in findings]})
