@@ -25,7 +25,6 @@ from lamina.experiment.config import load
 from lamina.experiment.trials import claims, reproduction
 from lamina.experiment.trials.compare import with_algorithm
 from lamina.storage.files import as_json
-from lamina.training import history
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "reproduction"))  # as a script there has it
@@ -293,7 +292,7 @@ def test_a_long_comparison_keeps_fewer_rounds_but_the_best_and_the_last(runs, pr
     monkeypatch.setattr(collect, "LARGE", 700)
     monkeypatch.setattr(collect, "LAST_ROUNDS", 2)
     monkeypatch.setattr(appendix, "LAST_ROUNDS", 2)
-    monkeypatch.setattr(history, "LAST_ROUNDS", 2)
+    monkeypatch.setattr("lamina.training.history.LAST_ROUNDS", 2)
     _, facts, text = collected(runs / "full", presets, tmp_path)
     every = facts["variants"]["as-given"]["every"]
     assert every > 1
