@@ -35,7 +35,8 @@ RESULTS = Path(__file__).parent / "results"
 WHOLE = ["algorithm", "learning_rate", "seed", "round"]  # columns that are not rounded
 COLUMNS = ["accuracy", "loss", "train_loss", "consistency", "update_norm", "bytes_down", "bytes_up", "client_accuracy"]
 COLUMNS += [column for columns in DIAGNOSTICS.values() for column in columns]
-DIGITS, FEWER_DIGITS, LARGE = 5, 4, 300_000  # significant digits; above LARGE bytes, fewer digits and rounds
+# Significant digits; above LARGE bytes, fewer digits, then only the accuracy of some rounds.
+DIGITS, FEWER_DIGITS, LARGE = 5, 4, 300_000
 # what says where a run was made, not what it computes
 PLACES = {
     "data.dir",
@@ -344,7 +345,7 @@ def write(folder: Path, into: Path, facts: dict[str, Any], variants: Mapping[str
 
 
 def rounds_table(variant: Variant) -> tuple[str, int]:
-    """Return the rounds of all final runs as CSV, and the interval between the rounds that are kept."""
+    """Return the rounds of all final runs as CSV, and the interval between the rounds with all columns."""
     text = as_csv(variant, DIGITS, 1)
     if len(text) <= LARGE:
         return text, 1
@@ -367,7 +368,10 @@ def interval(histories: Sequence[History], at_least: int) -> int:
 
 
 def as_csv(variant: Variant, digits: int, every: int) -> str:
-    """Return the rounds of all final runs as CSV; all seeds of a method keep the same rounds."""
+    """Return the rounds of all final runs as CSV; rounds that are not kept have only their accuracy.
+
+    All seeds of a method keep the same rounds.
+    """
     there = {column for _, _, run in variant.finals for column in run.history.columns}
     columns = [column for column in COLUMNS if column in there]
     text = io.StringIO(newline="")
@@ -376,14 +380,15 @@ def as_csv(variant: Variant, digits: int, every: int) -> str:
     for entry, seed, run in variant.finals:
         kept = kept_rounds(entry, every)
         for row in run.history:
-            if row["round"] in kept:
-                cells = [shortest(row, column, digits) for column in columns]
+            shown = row if row["round"] in kept else {"accuracy": row.get("accuracy", math.nan)}
+            cells = [shortest(shown, column, digits) for column in columns]
+            if row["round"] in kept or any(cells):
                 writer.writerow([entry.name, f"{run.lr:g}", seed, row["round"], *cells])
     return text.getvalue()
 
 
 def kept_rounds(entry: Trial, every: int) -> set[int]:
-    """Return the rounds to keep: every n-th, the first, the last ten, and each seed's best."""
+    """Return the rounds to keep with all columns: every n-th, the first, the last ten, and each seed's best."""
     kept = set()
     for history in entry.histories:
         rounds = [int(row["round"]) for row in history]

@@ -35,7 +35,7 @@ def read_results(folder: Path) -> list[Result]:
 
 
 def read_result(folder: Path) -> Result:
-    """Read one record; its histories have an empty row for each round that was not kept."""
+    """Read one record; a row of its histories has the values that were kept of that round."""
     facts = read_json(folder / "facts.json")
     histories: dict[tuple[str, str], list[History]] = {}
     digest = hashlib.sha256()
@@ -44,7 +44,8 @@ def read_result(folder: Path) -> Result:
         digest.update((folder / variant / "rounds.csv").read_bytes())
         with (folder / variant / "rounds.csv").open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
-                numbers = {key: float(row[key] or "nan") for key in row if key not in ("algorithm", "seed", "round")}
+                texts = {key: text for key, text in row.items() if text and key not in ("algorithm", "seed", "round")}
+                numbers = {key: float(text) for key, text in texts.items()}
                 number = int(row["round"])
                 rows.setdefault((row["algorithm"], int(row["seed"])), {})[number] = {"round": number, **numbers}
         for name, method in known["methods"].items():

@@ -288,6 +288,17 @@ def test_figures_are_small_and_follow_the_results(runs, presets, tmp_path):
     assert files[0].read_bytes() == first
 
 
+def test_a_long_comparison_keeps_every_accuracy_but_fewer_of_the_other_values(runs, presets, tmp_path, monkeypatch):
+    monkeypatch.setattr(collect, "LARGE", 700)
+    monkeypatch.setattr(collect, "LAST_ROUNDS", 1)
+    collected(runs / "full", presets, tmp_path)
+    (result,) = page.read_results(tmp_path / "results")
+    for seed, history in enumerate(result.histories["as-given", "fedavg"]):
+        measured = [row["accuracy"] for row in metrics(runs / f"full/mine/as-given/fedavg/seed{seed}")]
+        assert history.column("accuracy") == pytest.approx(measured, rel=1e-3)
+        assert any(math.isnan(value) for value in history.column("loss"))
+
+
 def test_a_long_comparison_keeps_fewer_rounds_but_the_best_and_the_last(runs, presets, tmp_path, monkeypatch):
     monkeypatch.setattr(collect, "LARGE", 700)
     monkeypatch.setattr(collect, "LAST_ROUNDS", 2)
