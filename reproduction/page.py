@@ -1,7 +1,8 @@
 """Write docs/reproduction and its figures: ``python reproduction/page.py``.
 
-The index counts the verdicts, and each preset with a record has a page in the appendix. Everything measured comes from
-reproduction/results, every explanation from reproduction/notes.toml.
+The report tests the central claims, the index counts all verdicts, and each preset with a record has a page in the
+appendix. Everything measured comes from reproduction/results; reproduction/report.md has the report's prose,
+central.toml its claims, and notes.toml the notes of the presets.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from appendix import preset_page
-from figures import save_figures
+from figures import save, save_figures
 from record import Result, judged, read_results
 from words import RULE, SOURCES, counted, markdown, source, spent, verdict
 
 from lamina.base.errors import unknown
 from lamina.experiment.trials import reproduction
 from lamina.experiment.trials.claims import Finding
+from report import digest, forest_plot, read_central, report
 
 HERE = Path(__file__).parent
 PAGES = HERE.parent / "docs" / "reproduction"
@@ -44,6 +46,10 @@ def main() -> None:
     for name, text in pages.items():
         (arguments.pages / name).write_text(text, encoding="utf-8")
     figures = save_figures(results, arguments.pages / "figures")
+    if arguments.results == HERE / "results":  # the central claims are about these records
+        central = read_central({result.name: findings_of(result, reproduction.papers()) for result in results})
+        (arguments.pages / "report.md").write_text(report(central), encoding="utf-8")
+        save(forest_plot(central), arguments.pages / "figures" / "report.png", digest(central))
     print(f"wrote {len(pages)} pages and {len(figures)} figures to {arguments.pages}")
 
 

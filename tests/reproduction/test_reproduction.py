@@ -36,6 +36,8 @@ import page  # noqa: E402
 import record  # noqa: E402
 import words  # noqa: E402
 
+import report  # noqa: E402
+
 PAPERS = reproduction.papers()
 TOML = """# Somebody 2020, Table 1: digits, after a * and a |.
 # Protocol: none.
@@ -449,7 +451,7 @@ def test_folders_that_are_no_reproduction(runs, presets, tmp_path):
 
 
 def test_the_scripts_examples_are_true():
-    for script in (collect, page, figures, appendix, words):
+    for script in (collect, page, figures, appendix, words, report):
         tried = doctest.testmod(script)
         assert tried.attempted
         assert not tried.failed

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from helpers import cells
-from lamina import algorithms
+from lamina import BadInput, algorithms
 from lamina.experiment.config import Claim, load
 from lamina.experiment.trials import claims, reproduction
 from lamina.experiment.trials.pairs import Difference
@@ -26,6 +26,8 @@ import figures  # noqa: E402
 import page  # noqa: E402
 import words  # noqa: E402
 from record import labelled  # noqa: E402
+
+import report  # noqa: E402
 
 PAPERS = reproduction.papers()
 
@@ -233,6 +235,73 @@ def test_numbers_as_text(value):
     assert words.number(value) == {0.123456: "0.1235", 7: "7", 598.0: "598", math.inf: "never"}.get(value, "–")
 
 
+CENTRAL = """
+[[claim]]
+title = "it works"
+text = "It works on both."
+paper = "above"
+[[claim.rows]]
+panel = "MNIST"
+preset = "mine"
+claim = "one"
+pairs = ["fedavg / mime"]
+[[claim.rows]]
+panel = "Fashion-MNIST"
+preset = "mine"
+claim = "two"
+pairs = ["fedavg / mime"]
+
+[[claim]]
+title = "by hand"
+text = "It is linear."
+verdict = "not reproduced"
+[[claim.rows]]
+panel = "slope"
+paper = "-1"
+ours = "-0.5"
+outcome = "wrong"
+"""
+
+
+@pytest.mark.parametrize(("second", "verdict"), [("right", "reproduced"), ("tie", "partly"), ("wrong", "partly")])
+def test_a_central_claim_is_judged_by_its_pairs(tmp_path, second, verdict):
+    (tmp_path / "central.toml").write_text(CENTRAL)
+    findings = {"mine": [finding("one"), finding("two", outcome=second, paper={"fedavg": 51.5, "mime": 50})]}
+    central = report.read_central(findings, tmp_path / "central.toml")
+    assert [one.verdict for one in central] == [verdict, "not reproduced"]
+    table = report.results_table(central)
+    assert cells(table, "**1**") == ["**it works**", "", "", f"**{verdict}**"]
+    ours = "+1.2 [+0.3, +2.1] points, n = 3"
+    assert cells(table, "", "MNIST: FedAvg (Fed-SGD) / Mime") == ["above", ours, "right: by a little"]
+    assert cells(table, "", "Fashion-MNIST: FedAvg (Fed-SGD) / Mime") == ["+1.5", ours, f"{second}: by a little"]
+    assert cells(table, "", "slope") == ["-1", "-0.5", "wrong"]
+    (accuracies, rounds) = report.forest_plot(central).axes
+    assert len(accuracies.get_yticks()) == 2
+    assert len(rounds.get_yticks()) == 0
+    (tmp_path / "report.md").write_text(f"{report.CLAIMS}\n{report.RESULTS}\n")
+    text = report.report(central, tmp_path / "report.md")
+    assert text == f"1. It works on both.\n2. It is linear.\n{table}\n"
+
+
+def test_a_central_claim_that_no_preset_has_is_refused(tmp_path):
+    (tmp_path / "central.toml").write_text(CENTRAL)
+    with pytest.raises(BadInput, match=r"mine has no pairs .* of a claim 'two'"):
+        report.read_central({"mine": [finding("one")]}, tmp_path / "central.toml")
+
+
+@pytest.mark.parametrize(
+    ("claim", "paper"),
+    [
+        (finding(paper={"fedavg": 51.5, "mime": 50}), "+1.5"),
+        (finding(target=0.7, paper={"fedavg": 5, "mime": 20}), "+15"),
+        (finding(target=0.7, paper={"fedavg": 5, "mime": math.inf}), "never"),
+        (finding(paper={"fedavg": 51.5}), ""),
+    ],
+)
+def test_the_papers_difference(claim, paper):
+    assert report.papers_lead(claim.claim, claim.pairs[0]) == paper
+
+
 # --- what is committed -------------------------------------------------------------------------------------------
 
 
@@ -241,15 +310,19 @@ def test_the_committed_pages_are_made_from_the_committed_results():
     if not results:
         pytest.skip("nothing has been collected yet")
     pages = page.make(results, PAPERS, page.read_notes(ROOT / "reproduction" / "notes.toml"))
-    written_by_hand = {"report.md", "speed-up.md", "toy.md"}
+    written_by_hand = {"speed-up.md", "toy.md"}
     there = {str(file.relative_to(page.PAGES)) for file in page.PAGES.rglob("*.md")}
+    central = report.read_central({one.name: page.findings_of(one, PAPERS) for one in results})
+    pages["report.md"] = report.report(central)
     assert there == {*pages, *written_by_hand}
     for name, text in pages.items():
         assert (page.PAGES / name).read_text(encoding="utf-8") == text, "run python reproduction/page.py"
     folder = page.PAGES / "figures"
     shown = [one for one in results if figures.drawn(one)]
-    assert {file.stem for file in folder.glob("*.png")} == {one.name for one in shown}
+    assert {file.stem for file in folder.glob("*.png")} == {"report", *(one.name for one in shown)}
     for one in shown:
         with Image.open(folder / f"{one.name}.png") as image:
             assert image.info[figures.DRAWN_FROM] == one.digest, f"{one.name}.png: run python reproduction/page.py"
+    with Image.open(folder / "report.png") as image:
+        assert image.info[figures.DRAWN_FROM] == report.digest(central), "run python reproduction/page.py"
     assert all(file.stat().st_size < 120_000 for file in folder.glob("*.png"))  # the largest, of four panels: 90 kB
