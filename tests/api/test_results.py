@@ -6,6 +6,7 @@ from torch import nn
 
 import lamina
 from lamina.experiment.runs.records import read_record
+from lamina.experiment.trials.compare import Comparison
 from two_classes import DATA, X, Y, fixed_net, net, numbers, own_metric, simulate
 
 
@@ -16,7 +17,7 @@ def compare(model=net, algorithms=None, **more):
 
 
 def test_a_comparison_has_a_table_a_plot_a_frame_and_a_page(tmp_path):
-    result = compare(out=tmp_path / "c")
+    result = compare(out=tmp_path / "c", seed=1)
     assert [row[0] for row in result.table().rows] == ["fedavg", "fedlamb"]
     assert (result.table().head[3], result.table().head[-1]) == ("kB to\ntarget", "kB\nin all")
     # 34 parameters of 4 bytes, to and from 4 clients in 2 rounds
@@ -37,6 +38,59 @@ def test_a_comparison_has_a_table_a_plot_a_frame_and_a_page(tmp_path):
     page = result.report(tmp_path / "page.html").read_text()
     assert "Fed-LAMB" in page
     assert '"partitions":[{"title":' in page  # how the data were split, which were passed as objects
+
+
+def test_a_baseline_adds_differences_to_the_table_and_leads_the_page(tmp_path):
+    result = compare(
+        fixed_net(), {"plain": "fedavg", "small α": lamina.FedLada(alpha=0.05)}, lr=0.1, out=tmp_path / "c"
+    )
+    assert not [heading for heading in result.table().head if "difference" in heading]
+    table = result.table(baseline="small α")
+    column = table.head.index("difference\nto small α")
+    plain, small = (
+        [read_record(tmp_path / "c" / name / f"seed{seed}").final() for seed in (0, 1)] for name in ("plain", "small_α")
+    )
+    lead = 50 * (plain[0] - small[0] + plain[1] - small[1])
+    assert float(table.rows[0][column].split()[0]) == pytest.approx(lead, abs=0.051)
+    assert table.rows[1][column] == "–"
+    with pytest.raises(lamina.BadInput, match=r"algorithm in this comparison.*did you mean 'plain'"):
+        result.table(baseline="plane")
+    pytest.importorskip("plotly")
+    page = result.report(tmp_path / "page.html", baseline="small α").read_text()
+    assert "<th>difference to FedLADA" in page
+    assert '"baseline":1' in page
+    assert "<th>difference to FedAvg" in result.report(tmp_path / "page.html").read_text()
+
+
+def test_tuning_runs_have_a_seed_that_is_not_reported(tmp_path):
+    compare(algorithms=["fedavg"], lr=[0.01, 0.5], out=tmp_path / "c", seed=5)
+    assert {read_record(path).seed for path in (tmp_path / "c/tuning/fedavg").iterdir()} == {4}
+    assert {read_record(path).seed for path in (tmp_path / "c/fedavg").glob("seed*")} == {5, 6}
+    lamina.tune(net, DATA, "fedavg", rounds=1, clients=4, seeds=2, grid={"lr": [0.1]}, device="cpu", out=tmp_path / "t")
+    assert {read_record(path).seed for path in (tmp_path / "t").glob("*/seed*")} == {-1, -2}
+
+
+def test_folders_that_were_tuned_on_a_reported_seed_are_refused_in_one_line(tmp_path, monkeypatch):
+    """Earlier versions tuned on the first seed; with one rate, the final runs resume."""
+    with monkeypatch.context() as patch:
+        patch.setattr("lamina.experiment.trials.compare.tuning_seed", lambda experiment: 0)
+        patch.setattr("lamina.experiment.trials.tune.tuning_seed", lambda experiment, number: number)
+        patch.setattr("lamina.experiment.trials.compare.tuned_on_a_reported_seed", None)
+        patch.setattr(Comparison, "_rounds_in_folder", lambda self, folder, stage: stage[0])
+        given = {"algorithms": ["fedavg"], "seeds": 1, "lr": [0.01, 0.5], "out": tmp_path / "c"}
+        first = compare(**given)
+        tuned = {"rounds": 1, "clients": 4, "grid": {"lr": [0.1]}, "device": "cpu", "out": tmp_path / "t"}
+        lamina.tune(net, DATA, "fedavg", **tuned)
+    line = "an earlier version of lamina tuned in '.*' on seed 0, which is reported: choose another with --out"
+    with pytest.raises(lamina.BadInput, match=line) as error:
+        compare(**given)
+    assert "\n" not in str(error.value)
+    with pytest.raises(lamina.BadInput, match=line):
+        lamina.tune(net, DATA, "fedavg", **tuned)
+    rate = first.settings["fedavg"]["lr"]
+    again = compare(**given | {"lr": rate})
+    assert numbers(again.histories["fedavg"][0]) == numbers(first.histories["fedavg"][0])
+    assert compare(**given, overwrite=True).notes
 
 
 def test_a_comparison_resumes_and_refuses_other_objects(tmp_path):
@@ -78,7 +132,7 @@ def test_lists_of_clients_can_be_tuned():
 
 def test_tuning_finds_the_best_of_a_grid(tmp_path):
     result = lamina.tune(
-        net, DATA, lamina.FedLamb(decay=0.1), clients=4, rounds=2, device="cpu", out=tmp_path / "t",
+        net, DATA, lamina.FedLamb(decay=0.1), clients=4, rounds=2, device="cpu", out=tmp_path / "t", seed=1,
         grid={"lr": (1e-6, 0.1), "decay": [0, 0.01]},
     )  # fmt: skip
     assert result.best["train.lr"] == 0.1
@@ -125,10 +179,10 @@ def test_a_list_in_the_space_of_a_tuning_is_a_choice():
 def test_comparisons_and_tunings_judge_by_the_first_metric():
     table = compare(metrics=[own_metric()], target=0.01, seeds=1).table()
     assert "test bias 0.01" in table.title
-    assert "best\nbias" in table.head
+    assert "final\nbias" in table.head
     tuned = lamina.tune(net, DATA, "fedavg", rounds=2, clients=4, grid={"lr": [1e-6, 0.5]}, device="cpu", metrics="f1")
-    assert "best validation f1, %" in tuned.table().head
-    assert tuned.plot().axes[0].get_ylabel() == "best validation f1, %"
+    assert "final validation f1, %" in tuned.table().head
+    assert tuned.plot().axes[0].get_ylabel() == "final validation f1, %"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -29,8 +30,22 @@ def test_compare_prints_the_table_and_saves_the_picture(here, capsys):
     assert len((out / "rounds.csv").read_text().splitlines()) == 1 + 2 * 2 * 3
     assert len((out / "tuning.csv").read_text().splitlines()) == 1 + 2
     assert len(printed.err.splitlines()) == 2 + 2 * 2
-    assert "tuning fedavg, lr 0.01, seed 0, 3 rounds: best validation accuracy 0." in printed.err
+    assert "tuning fedavg, lr 0.01, seed -1, 3 rounds: final validation accuracy 0." in printed.err
     assert "note: rates were chosen on 20% of the training data, held out" in printed.out
+
+
+def test_compare_prints_differences_to_a_baseline(here, capsys):
+    arguments = ("--algorithms", "fedavg,fedlada", "--seeds", "2", "--out", "c", "--set", "train.lr=0.05")
+    assert call("compare", "small.toml", *arguments, "--baseline", "fedlad") == 2
+    assert "did you mean 'fedlada'" in capsys.readouterr().err
+    assert not (here / "c").exists()
+    assert call("compare", "small.toml", *arguments, "--baseline", "fedlada") == 0
+    printed = capsys.readouterr().out
+    assert "to fedlada" in printed
+    assert "paired by seed" in " ".join(printed.split())
+    rows = {line.split()[0]: line for line in printed.splitlines() if line.startswith(" fed")}
+    assert re.search(r"[-+]\d+\.\d \[[-+][\d.]+, [-+][\d.]+\]", rows["fedavg"])
+    assert "[" not in rows["fedlada"]
 
 
 def test_compare_ignores_settings_for_others_but_not_misspelt_ones(here, capsys):

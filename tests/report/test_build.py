@@ -14,7 +14,7 @@ def test_regression_has_losses_and_no_targets(tmp_path):
     rows = [json.dumps({"round": i, "loss": loss}) for i, loss in enumerate((0.5, 0.25, 0.3), 1)]
     (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     report = build.build([tmp_path])
-    assert tables.results_table(report.curves).rows[0][2:4] == ["0.250", "0.300"]
+    assert tables.results_table(report.curves).rows[0][2:4] == ["0.350", "0.250"]  # final, best
     assert report.targets == []
     assert "cost-to-target" not in [table.name for table in report.tables()]
 

@@ -20,9 +20,11 @@ def test_a_long_curve_is_drawn_at_evenly_spaced_rounds_and_tables_use_all(long_r
     assert (curve["rounds"][0], curve["rounds"][-1]) == (1, LONG_RUN_ROUNDS)
     assert len(curve["rounds"]) == figures.MOST_ROUNDS_DRAWN
     assert curve["thinned"] == f"{len(curve['rounds'])} of {LONG_RUN_ROUNDS} rounds"
-    assert [PEAK_ROUND, 0.95] in [step[:2] for step in curve["steps"][0]]  # the page's own table
-    assert tables.cost_to_target(report.curves[0].histories, 0.9).rounds == PEAK_ROUND
-    assert tables.results_table(report.curves).rows[0][2] == "95.0"
+    assert [PEAK_ROUND, 0.95] in curve["touches"][0]  # the page's own table
+    assert tables.cost_to_target(report.curves[0].records, 0.9).touch == PEAK_ROUND
+    assert tables.results_table(report.curves).rows[0][3] == "95.0"
+    settled = tables.cost_to_target(report.curves[0].records, 0.55).rounds
+    assert settled == next(step[0] for step in curve["steps"][0] if step[1] >= 0.55)
 
 
 MEASURE = """

@@ -39,7 +39,7 @@ def test_a_rate_stands_for_the_best_of_the_other_settings(tmp_path):
     tried = [(lr, trial.best, trial.remark, trial.name) for lr, trial in by_label["Fed-LAMB"].tried]
     assert tried == [(0.1, [0.8], "", "decay 0.01"), (1.0, [0.6], "", "decay 0")]
     table = rates_table(list(by_label.values()))
-    assert table.head == ["curve", "lr", "with", "best accuracy, %", "on", ""]
+    assert table.head == ["curve", "lr", "with", "final accuracy, %", "on", ""]
     assert [row[2] for row in table.rows if row[0] == "FedAvg (Fed-SGD)"] == ["–", "–"]
 
 

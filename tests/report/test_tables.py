@@ -4,51 +4,90 @@ import csv
 import io
 import math
 
+import helpers
 from lamina import History
 from lamina.report import build, tables
 from run_folders import curves_in, write_run
 
 
-def history(*accuracies, **each_round):
-    each_round = {"bytes_down": 3, "bytes_up": 2, "seconds": 0.5, **each_round}
-    return History([{"round": i, "accuracy": a, **each_round} for i, a in enumerate(accuracies, 1)])
+def runs(*accuracies, diverged=None):
+    """Return a run for every list of accuracies; every round sends 5 bytes and takes half a second."""
+    each_round = {"bytes_down": 3, "bytes_up": 2, "seconds": 0.5}
+    histories = [
+        History([{"round": i, "accuracy": value, **each_round} for i, value in enumerate(seed, 1)])
+        for seed in accuracies
+    ]
+    return helpers.trial("a", histories, diverged=diverged).records
 
 
-def test_cost_to_target_is_the_mean_over_seeds():
-    cost = tables.cost_to_target([history(0.5, 0.8, 0.9), history(0.6, 0.95, 0.1)], 0.9)
-    # rounds 3 and 2; 5 bytes and half a second in each
-    assert cost == (2.5, 12.5, 1.25, 2)
+def test_cost_to_target_is_the_mean_over_seeds_until_they_stay_there():
+    # trailing means: .5, .7, .733; .6, .75, .8. They stay at 0.7 from round 2 on, and touch it in rounds 2 and 2
+    cost = tables.cost_to_target(runs([0.5, 0.9, 0.8], [0.6, 0.9, 0.9]), 0.7)
+    assert cost == (2.0, 10.0, 1.0, 2, 2.0, 3)
+    # from rounds 3 and 2 on
+    cost = tables.cost_to_target(runs([0.5, 0.9, 0.8], [0.6, 0.9, 0.9]), 0.71)
+    assert cost == (2.5, 12.5, 1.25, 2, 2.0, 3)
 
 
-def test_a_seed_that_never_gets_there_makes_the_cost_infinite():
-    cost = tables.cost_to_target([history(0.5, 0.9), history(0.5, 0.8), History()], 0.9)
-    assert cost == (math.inf, math.inf, math.inf, 1)
-    nothing = tables.cost_to_target([History()], 0.9)
+def test_a_seed_that_does_not_stay_there_leaves_no_cost():
+    cost = tables.cost_to_target(runs([0.9, 0.9], [0.9, 0.5]), 0.8)
+    assert all(math.isnan(value) for value in cost[:3])
+    assert cost[3:] == (1, 1.0, 2)
+    assert tables.rounds_text(cost.rounds, cost.limit) == "not within 2 rounds"
+    nothing = tables.cost_to_target(runs([]), 0.9)
     assert all(math.isnan(value) for value in nothing[:3])
+    assert tables.rounds_text(nothing.rounds, nothing.limit) == "–"
+
+
+def test_a_run_that_diverged_has_no_cost_and_no_final_value():
+    lost = runs([0.9, 0.9], diverged="in round 3")
+    assert tables.cost_to_target(lost, 0.8).reached == 0
+    assert tables.cost_to_target(lost, 0.8).touch == 1.0
+    assert tables.final_and_best(lost, "accuracy") == ("–", "90.0")
 
 
 def test_the_cost_table(two):
-    table = tables.cost_table(curves_in(two), [0.8, 0.9], baseline=0)
-    assert table.head[:5] == ["target", "curve", "reached", "rounds", "× baseline"]
-    # 80 %: rounds 2 and 3 against 1 and 1; bytes 12.5 and 5 of 1e3; seconds 1.25 and 0.5
+    table = tables.cost_table(curves_in(two), [0.4, 0.6], baseline=0)
+    assert table.head[:6] == ["target", "curve", "reached", "rounds", "× baseline", "first touch"]
+    # 60 %: FedAvg stays there from rounds 2 and 3 on; bytes 12.5 of 1e3, seconds 1.25; one seed of Fed-LAMB does not
+    unreached = "not within 3 rounds"
     assert table.rows == [
-        ["80%", "FedAvg (Fed-SGD), lr 0.1", "2/2", "2.5", "1.00", "0.0125", "1.00", "1.25", "1.00"],
-        ["80%", "Fed-LAMB, lr 0.03", "2/2", "1.0", "0.400", "0.00500", "0.400", "0.500", "0.400"],
-        ["90%", "FedAvg (Fed-SGD), lr 0.1", "2/2", "2.5", "1.00", "0.0125", "1.00", "1.25", "1.00"],
-        ["90%", "Fed-LAMB, lr 0.03", "1/2", "∞", "∞", "∞", "∞", "∞", "∞"],
+        ["40%", "FedAvg (Fed-SGD), lr 0.1", "2/2", "1.0", "1.00", "1.0", "0.00500", "1.00", "0.500", "1.00"],
+        ["40%", "Fed-LAMB, lr 0.03", "2/2", "1.0", "1.00", "1.0", "0.00500", "1.00", "0.500", "1.00"],
+        ["60%", "FedAvg (Fed-SGD), lr 0.1", "2/2", "2.5", "1.00", "2.0", "0.0125", "1.00", "1.25", "1.00"],
+        ["60%", "Fed-LAMB, lr 0.03", "1/2", unreached, "–", "1.0", "–", "–", "–", "–"],
     ]
-    against_lamb = tables.cost_table(curves_in(two), [0.9], baseline=1)
-    assert [row[4] for row in against_lamb.rows] == ["–", "–"]  # nothing can be compared with never
+    against_lamb = tables.cost_table(curves_in(two), [0.6], baseline=1)
+    assert [row[4] for row in against_lamb.rows] == ["–", "–"]  # the baseline has no cost
+    written = list(csv.reader(io.StringIO(tables.to_csv(table))))
+    assert written[4][2:6] == ["1/2", "", "", "1.0"]
 
 
 def test_the_results_table(two):
-    first, second = tables.results_table(curves_in(two)).rows
-    # best 90, 90; last 70, 90: mean 80, std sqrt(2 * 10²) = 14.1
-    assert first[:5] == ["FedAvg (Fed-SGD), lr 0.1", "2", "90.0 ± 0.0", "80.0 ± 14.1", "3"]
-    # best 90, 80: mean 85, std 7.07; last 20, 40: mean 30, std 14.1
-    assert second[2:4] == ["85.0 ± 7.1", "30.0 ± 14.1"]
-    assert tables.results_table(curves_in(two)).head[5] == "kB per round"
-    assert first[5:] == ["0.00500", "0.0150", "0.500"]
+    table = tables.results_table(curves_in(two))
+    first, second = table.rows
+    # final: means 70 and 66.7 of three rounds; best 90 and 90
+    assert first[:6] == ["FedAvg (Fed-SGD), lr 0.1", "2", "68.3 ± 2.4", "–", "90.0 ± 0.0", "3"]
+    # final 43.3 and 60: seed by seed 26.7 and 6.7 less, in the mean 16.7 ± 12.706 * 14.14 / sqrt(2) = 127.1
+    assert second[2:5] == ["51.7 ± 11.8", "-16.7 [-143.7, +110.4]", "85.0 ± 7.1"]
+    assert table.head[3] == "difference to FedAvg (Fed-SGD), lr 0.1"
+    assert table.head[6] == "kB per round"
+    assert first[6:] == ["0.00500", "0.0150", "0.500"]
+    against_lamb = tables.results_table(curves_in(two), baseline=1)
+    assert [row[3] for row in against_lamb.rows] == ["+16.7 [-110.4, +143.7]", "–"]
+
+
+def test_the_differences_of_a_comparison_are_paired_by_seed():
+    entries = [helpers.trial(name, [History([{"round": 1, "accuracy": a}]) for a in values]) for name, values in (
+        ("fedavg", (0.5, 0.7, 0.9)), ("fedlamb", (0.52, 0.71, 0.93)), ("mime", (0.6,)), ("scaffold", (math.nan,)),
+    )]  # fmt: skip
+    assert "difference\nto fedavg" not in tables.algorithms_table(entries, None).head
+    table = tables.algorithms_table(entries, 0.8, "fedavg")
+    assert table.head[4:7] == ["final\nacc. %", "difference\nto fedavg", "best\nacc. %"]
+    # 2, 1 and 3 points: the mean 2 ± 4.303 / sqrt(3) = 2.484
+    assert [row[5] for row in table.rows] == ["–", "+2.0 [-0.5, +4.5]", "+10.0", "–"]
+    assert "mean ± std of 3 seeds; target: test accuracy 80%; difference of the final values" in table.title
+    assert [row[2] for row in table.rows] == ["not in 1"] * 4
 
 
 def test_halves_go_up_as_in_the_browser():
@@ -57,8 +96,8 @@ def test_halves_go_up_as_in_the_browser():
 
 
 def test_default_targets_are_what_all_and_what_the_best_reach(two):
-    # every seed of Fed-LAMB reaches 80 %, every seed of FedAvg 90 %
-    assert tables.default_targets(curves_in(two)) == [0.8, 0.9]
+    # every seed of Fed-LAMB stays at 43.3 %, every seed of FedAvg at 66.7 %
+    assert tables.default_targets(curves_in(two)) == [0.4, 0.65]
 
 
 def test_the_configuration_tables(two):
@@ -90,6 +129,13 @@ def test_csv_has_numbers_in_columns_of_their_own():
     table = tables.Table("t", ["curve", "best"], [['a, "b"', "1.0 ± 0.5"], ["c", "∞"], ["d", "–"]])
     rows = list(csv.reader(io.StringIO(tables.to_csv(table))))
     assert rows == [["curve", "best", "best, std"], ['a, "b"', "1.0", "0.5"], ["c", "inf", ""], ["d", "", ""]]
+
+
+def test_csv_has_the_ends_of_an_interval_in_columns_of_their_own():
+    table = tables.Table("t", ["curve", "d"], [["a", "–"], ["b", "+1.5 [-0.5, +3.5]"], ["c", "-2.0"]])
+    rows = list(csv.reader(io.StringIO(tables.to_csv(table))))
+    assert rows == [["curve", "d", "d, low", "d, high"], ["a", "", "", ""], ["b", "+1.5", "-0.5", "+3.5"],
+                    ["c", "-2.0", "", ""]]  # fmt: skip
 
 
 def test_numbers_beyond_a_page_of_digits_are_written_as_in_the_browser():

@@ -130,7 +130,7 @@ def populations(monkeypatch):
 def skip_pictures(monkeypatch):
     """Let commands write an empty picture and no report: drawing costs more than training a small model."""
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **options: file.write(b""))
-    monkeypatch.setattr("lamina.cli.compare.write_page", lambda comparison: None)
+    monkeypatch.setattr("lamina.cli.compare.write_page", lambda comparison, baseline=None: None)
 
 
 def assert_same(a, b):

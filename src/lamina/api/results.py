@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 from lamina import algorithms as known
 from lamina.algorithms import Algorithm
 from lamina.api.describe import algorithm_section, compared_algorithms, describe, kept_threads
-from lamina.base.errors import BadInput, nearest
+from lamina.base.errors import BadInput, nearest, unknown
 from lamina.data.drawing import save_picture
 from lamina.experiment.config import Train
 from lamina.experiment.runs.records import Record, find_records
-from lamina.experiment.trials.compare import Comparison
+from lamina.experiment.trials.compare import Comparison, label_folder
 from lamina.experiment.trials.trial import refuse_all_diverged
 from lamina.experiment.trials.trials import Job
 from lamina.experiment.trials.tune import Tuning
@@ -55,10 +55,12 @@ class Result:
 
     def report(self, path: str | Path = "report.html", *, title: str | None = None) -> Path:
         """Write an interactive page with curves, tables and configurations of all runs; return its path."""
-        page = Path(path)
+        return self._save_page(Path(path), title)
+
+    def _save_page(self, page: Path, title: str | None, baseline: Path | None = None) -> Path:
         target = self._trials.target
         targets = [] if target is None else [target]
-        save_page(build(self._trials.runs, targets=targets, title=title), page)
+        save_page(build(self._trials.runs, targets=targets, title=title, baseline=baseline), page)
         return page
 
     def __repr__(self) -> str:
@@ -84,9 +86,28 @@ class ComparisonResult(Result):
         """Return the learning rate of every algorithm, and its other settings if a grid was tried."""
         return {entry.name: dict(entry.settings) for entry in self._trials.entries}
 
-    def table(self) -> tables.Table:
-        """Return cost to target, best and last score of every algorithm: text in a terminal, HTML in a notebook."""
-        return tables.algorithms_table(self._trials.entries, self._trials.target)
+    def table(self, baseline: str | None = None) -> tables.Table:
+        """Return cost to target, final and best score of every algorithm: text in a terminal, HTML in a notebook.
+
+        With a `baseline`, the name of an algorithm, the table has a column with the difference of the final scores to
+        its scores: the mean over the seeds that both have, with its 95 % interval.
+        """
+        self._refuse_unknown(baseline)
+        return tables.algorithms_table(self._trials.entries, self._trials.target, baseline)
+
+    def report(
+        self, path: str | Path = "report.html", *, title: str | None = None, baseline: str | None = None
+    ) -> Path:
+        """Write an interactive page with curves, tables and configurations of all runs; return its path.
+
+        Costs and final scores are compared with those of the `baseline`, FedAvg unless given.
+        """
+        self._refuse_unknown(baseline)
+        return self._save_page(Path(path), title, None if baseline is None else self.folder / label_folder(baseline))
+
+    def _refuse_unknown(self, baseline: str | None) -> None:
+        if baseline is not None and baseline not in self.histories:
+            raise unknown("algorithm in this comparison", baseline, self.histories)
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Draw the score against rounds and megabytes sent, with the spread over seeds; with a path, save it there."""
@@ -160,8 +181,9 @@ def compare(
 ) -> ComparisonResult:
     """Compare algorithms on the same clients, batches and initial weights, each with its best settings.
 
-    If several rates or other values are given for an algorithm, each is tried once on part of the training data. The
-    one with the best score on the held-out rest is then trained with every seed and evaluated on the test data.
+    If several rates or other values are given for an algorithm, each is tried once on part of the training data, with a
+    seed of its own. The one with the best final score on the held-out rest, the mean of the last ten rounds, is then
+    trained with every seed and evaluated on the test data.
 
     >>> import torch, lamina
     >>> x = torch.randn(200, 5)
@@ -185,8 +207,8 @@ def compare(
         lr: one rate for all algorithms, a list to choose from, or one of them for each algorithm by name. An algorithm
             without one has its default.
         grid: further values to try: {"fedlamb": {"decay": [0, 0.01]}}.
-        seeds: final runs per algorithm; seeds count up from `seed`.
-        target: value of the first metric on the test data to reach; 0.9 by default if that is the accuracy.
+        seeds: final runs per algorithm; their seeds count up from `seed`, and that of tuning runs is one below it.
+        target: value of the first metric on the test data to stay at; 0.9 by default if that is the accuracy.
         select: choose on held-out "validation" data, or on the "test" data as the papers do.
         validation: the fraction of the training data that is held out to choose on.
         tuning_rounds: rounds of the runs that only help to choose; of several numbers, the best third continues after
@@ -283,7 +305,7 @@ def tune(
             "log": True}, "epochs": [1, 2, 5]}.
         trials: how many Optuna proposes.
         pruner: "none", "median" or "hyperband": whether Optuna stops trials early.
-        seeds: runs per trial; their mean decides.
+        seeds: runs per trial, whose seeds count down from the one below `seed`; their mean decides.
         select: choose on held-out "validation" data, or on the "test" data.
         validation: the fraction of the training data that is held out.
         out: the folder of all runs, resumed if it holds earlier ones; a temporary one by default.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from lamina.base.errors import unknown
 from lamina.base.text import plural
 from lamina.base.workers import this_worker
 from lamina.cli import base
@@ -32,6 +33,10 @@ def compare(
     overrides: Set = None,
     names: Annotated[str | None, typer.Option("--algorithms", help="comma-separated names")] = None,
     seeds: Annotated[int | None, typer.Option("--seeds", help="runs per algorithm", min=1)] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option("--baseline", metavar="NAME", help="show differences to this algorithm, by seed"),
+    ] = None,
     out_folder: Annotated[Path | None, typer.Option("--out", help="folder for runs, picture and tables")] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -54,10 +59,12 @@ def compare(
     if seeds is not None:
         chosen.append(f"compare.seeds={seeds}")
     experiment = load(file, chosen)
+    if baseline is not None and baseline not in experiment.compare.algorithms:
+        raise unknown("algorithm in this comparison", baseline, experiment.compare.algorithms)
     path = out_folder or Path("runs") / f"{file.stem}-compare"
     if launch(workers, slurm, count_runs(experiment), path, [(path, experiment.compare)] * overwrite):
         return
-    comparison, finished = run_comparison(experiment, path, base.Stop(), overwrite, tensorboard)
+    comparison, finished = run_comparison(experiment, path, base.Stop(), overwrite, tensorboard, baseline)
     if not finished:
         shown = "; table, picture and CSV are of the finished runs" if comparison.entries else ""
         raise Interrupted(f"stopped after a round{shown}; {base.how_to_resume(overwrite)}")
@@ -74,7 +81,12 @@ def demo() -> None:
 
 
 def run_comparison(
-    experiment: Experiment, path: Path, stop: base.Stop, overwrite: bool, tensorboard: bool = False
+    experiment: Experiment,
+    path: Path,
+    stop: base.Stop,
+    overwrite: bool,
+    tensorboard: bool = False,
+    baseline: str | None = None,
 ) -> tuple[Comparison, bool]:
     """Run a comparison and show it; return it and whether it was finished, not stopped.
 
@@ -86,7 +98,7 @@ def run_comparison(
     def print_end(job: Job, record: Record) -> None:
         which = f"tuning {job.label}, {plural(job.rounds, 'round')}" if job.tuning else job.label
         data = experiment.compare.select if job.tuning else "test"
-        print_ending(which, record, f"best {data} {record.history.metric}")
+        print_ending(which, record, f"final {data} {record.history.metric}")
 
     worker = this_worker()
     options = {"overwrite": overwrite, "tensorboard": tensorboard, "workers": worker.count}
@@ -98,7 +110,7 @@ def run_comparison(
         comparison.on_wait = print_wait
         finished = comparison.run()
     if comparison.entries and worker.number == 1:
-        show(comparison)
+        show(comparison, baseline)
     return comparison, finished
 
 
@@ -109,8 +121,8 @@ def print_wait(runs: int) -> None:
 
 def print_ending(run: str, record: Record, score_name: str) -> None:
     """Print how a run ended, as progress without a terminal."""
-    rounds, metric = len(record.history), record.history.metric
-    how = f"{score_name} {record.history.best(metric, optional=True):.4f}"
+    rounds = len(record.history)
+    how = f"{score_name} {record.final():.4f}"
     if record.diverged:
         how = f"diverged in round {rounds + 1}"
     elif not record.complete:
@@ -118,35 +130,38 @@ def print_ending(run: str, record: Record, score_name: str) -> None:
     base.echo_progress(f"{run}: {how}")
 
 
-def show(comparison: Comparison) -> None:
+def show(comparison: Comparison, baseline: str | None = None) -> None:
     """Save the picture and the report of the finished runs; print their table and notes about them."""
     from lamina.api.results import ComparisonResult
     from lamina.storage.leases import turn
 
     result = ComparisonResult(comparison)
+    baseline = baseline if baseline in result.histories else None  # it may have no finished run yet
     with turn(result.folder):  # other processes may write there
         result.plot(result.folder / "comparison.png")
-        page = write_page(result)
-    base.out.print(comparison_table(comparison.entries, comparison.target))
+        page = write_page(result, baseline)
+    base.out.print(comparison_table(comparison.entries, comparison.target, baseline))
     for line in result.notes:
         echo(f"note: {line}")
     echo(f"runs, picture and tables in {result.folder}/")
     echo(f"report: {page}" if page else "for an interactive report: pip install -e '.[report]'")
 
 
-def write_page(result: ComparisonResult) -> Path | None:
+def write_page(result: ComparisonResult, baseline: str | None = None) -> Path | None:
     """Write the HTML report into the comparison's folder, if plotly is installed."""
-    return result.report(result.folder / "report.html") if importlib.util.find_spec("plotly") else None
+    page = result.folder / "report.html"
+    return result.report(page, baseline=baseline) if importlib.util.find_spec("plotly") else None
 
 
-def comparison_table(entries: Sequence[Trial], target: float | None) -> Table:
+def comparison_table(entries: Sequence[Trial], target: float | None, baseline: str | None = None) -> Table:
     """Return the table of a comparison for the terminal: narrow ones show fewer columns.
 
-    Without a `target`, a value of the metric on the test data, its columns are left out.
+    Without a `target`, a value of the metric on the test data, its columns are left out; without a `baseline`, the
+    name of an algorithm, that of the differences to it.
     """
     from lamina.report.tables import algorithms_table
 
-    _, headings, rows, title = algorithms_table(entries, target)
+    _, headings, rows, title = algorithms_table(entries, target, baseline)
     return base.table(
         headings,
         rows,

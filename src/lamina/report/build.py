@@ -42,7 +42,7 @@ class Report:
         """Return every table that has rows."""
         every = [
             tables.cost_table(self.curves, self.targets, self.baseline),
-            tables.results_table(self.curves),
+            tables.results_table(self.curves, self.baseline),
             rates_table(self.responses),
             *tables.config_tables(self.curves),
             *tables.runs_tables(self.curves),
@@ -50,13 +50,16 @@ class Report:
         return [table for table in every if table.rows]
 
 
-def build(folders: Sequence[Path], *, targets: Sequence[float] = (), title: str | None = None) -> Report:
+def build(
+    folders: Sequence[Path], *, targets: Sequence[float] = (), title: str | None = None, baseline: Path | None = None
+) -> Report:
     """Return the report of some runs.
 
     Args:
         folders: Run folders, or folders that contain run folders, at any depth.
         targets: Values of the first metric to reach on the test data; by default chosen from the accuracies.
         title: The heading; by default a description of the data.
+        baseline: The folder that holds the runs of the curve to compare others with; by default FedAvg's.
     """
     runs, notes = without_repeats(find_records(folders))
     final = [run for run in runs if not run.tuning] or runs  # tuning runs are shown if there are no others
@@ -88,9 +91,16 @@ def build(folders: Sequence[Path], *, targets: Sequence[float] = (), title: str 
         tuned,
         [one for i, one in enumerate(dealt) if one not in dealt[:i]],
         sorted(set(targets)) or tables.default_targets(curves),
-        next((index for index, curve in enumerate(curves) if curve.records[0].algorithm == "fedavg"), 0),
+        _baseline(curves, baseline),
         notes,
     )
+
+
+def _baseline(curves: Sequence[Trial], folder: Path | None) -> int:
+    """Return the index of the curve whose runs are in a folder; without it FedAvg's, or else the first."""
+    firsts = [curve.records[0] for curve in curves]
+    chosen = (run.folder.parent == folder.resolve() if folder else run.algorithm == "fedavg" for run in firsts)
+    return next((index for index, is_chosen in enumerate(chosen) if is_chosen), 0)
 
 
 def read_partition(run: Record) -> Dealt:

@@ -19,7 +19,7 @@ from lamina.data.drawing import partition_picture
 from lamina.experiment.trials.settings import written
 from lamina.experiment.trials.trial import Trial
 from lamina.report.build import Report
-from lamina.report.rates import Response, metrics_in
+from lamina.report.rates import Response, drawn_scores, metrics_in
 from lamina.report.tables import MEGABYTES, Unit, metric_of, unit_of_bytes
 from lamina.training.history import History, mean
 from lamina.training.metrics import is_metric, is_percent, with_unit
@@ -221,7 +221,7 @@ def axis_title(axis: str, unit: str) -> str:
 
 @matplotlib.rc_context(STYLE)
 def rates_figure(responses: Sequence[Response]) -> Figure:
-    """Draw the best score against the learning rate; mark the best rate and those without a finished run."""
+    """Draw the final score against the learning rate; mark the best rate and those without a finished run."""
     figure = Picture(figsize=(5.2, 3.4), layout="constrained")
     axes = figure.subplots()
     for index, response in enumerate(responses):
@@ -234,7 +234,7 @@ def rates_figure(responses: Sequence[Response]) -> Figure:
     remarks = dict.fromkeys(trial.remark for _, trial in tried if trial.remark)
     crosses = f"; cross: {' or '.join(remarks)}" if remarks else ""
     axes.set_xlabel(f"learning rate (ring: best{crosses})")
-    axes.set_ylabel(f"best {' or '.join(dict.fromkeys(one.on for one in responses))} {metrics_in(responses)}")
+    axes.set_ylabel(f"final {' or '.join(dict.fromkeys(one.on for one in responses))} {metrics_in(responses)}")
     axes.grid(alpha=0.25)
     _add_legend(figure, axes)
     return figure
@@ -244,10 +244,11 @@ def _draw_response(axes: Axes, response: Response, style: dict[str, Any]) -> Non
     scale, colour = 100 if is_percent(response.metric) else 1, style["color"]
     finished = []
     for rate, trial in response.tried:
-        if not trial.best:
+        finals = drawn_scores(trial)
+        if not finals:
             continue
-        score = scale * mean(trial.best)
-        axes.plot([rate] * 2, [scale * min(trial.best), scale * max(trial.best)], color=colour, linewidth=1)
+        score = scale * mean(finals)
+        axes.plot([rate] * 2, [scale * min(finals), scale * max(finals)], color=colour, linewidth=1)
         if trial.remark:
             axes.plot(rate, score, "x", color=colour)
             continue

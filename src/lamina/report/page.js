@@ -200,15 +200,21 @@ function significant(value, digits = 3) {
   return value.toFixed(Math.max(0, digits - 1 - Math.floor(Math.log10(Math.abs(value)))));
 }
 
-/** Means of rounds, bytes and seconds; `steps` are the rounds at which a seed's metric was a new record. */
+/** Means of rounds, bytes and seconds, NaN if a seed does not stay at the target; `steps` and `touches`: see page.py. */
 function costToTarget(curve, target) {
-  const reaches = data.judged.smaller_is_better ? (value) => value <= target : (value) => value >= target;
-  const reached = curve.steps.map((steps) => steps.find((step) => reaches(step[1]))).filter(Boolean);
-  const started = curve.steps.some((steps) => steps.length) || curve.rounds.length;
-  const all = reached.length === curve.steps.length;
-  const take = (place) => (all ? mean(reached.map((step) => step[place])) : started ? Infinity : NaN);
-  return { reached: reached.length, seeds: curve.steps.length, costs: [take(0), take(2), take(3)] };
+  const reaches = data.judged.smaller_is_better ? (step) => step[1] <= target : (step) => step[1] >= target;
+  const firsts = (seeds) => seeds.map((steps) => steps.find(reaches)).filter(Boolean);
+  const reached = firsts(curve.steps);
+  const take = (steps, place) =>
+    (steps.length && steps.length === curve.steps.length ? mean(steps.map((step) => step[place])) : NaN);
+  return {
+    reached: reached.length, seeds: curve.steps.length, touch: take(firsts(curve.touches), 0),
+    costs: [take(reached, 0), take(reached, 2), take(reached, 3)],
+  };
 }
+
+const roundsText = (rounds, limit) =>
+  (Number.isNaN(rounds) && limit ? `not within ${limit} round${limit === 1 ? "" : "s"}` : fixed(rounds));
 
 const perTarget = data.judged.percent ? 100 : 1; // accuracies are typed and shown in per cent
 const isTarget = (typed) => (data.judged.percent ? typed > 0 && typed <= 100 : Number.isFinite(typed));
@@ -221,8 +227,10 @@ function costRows(targets, baseline) {
       const cells = [`${target}${data.judged.percent ? "%" : ""}`, data.curves[index].label, `${one.reached}/${one.seeds}`];
       [1, data.unit.bytes, 1].forEach((scale, place) => {
         const other = found[baseline].costs[place];
-        const times = Number.isFinite(other) && other > 0 ? one.costs[place] / other : NaN;
-        cells.push(place ? significant(one.costs[place] / scale) : fixed(one.costs[place]), significant(times));
+        const times = other > 0 ? one.costs[place] / other : NaN;
+        const { limit } = data.curves[index];
+        cells.push(place ? significant(one.costs[place] / scale) : roundsText(one.costs[place], limit), significant(times));
+        if (!place) cells.push(roundsText(one.touch, limit));
       });
       return cells;
     });
@@ -237,7 +245,7 @@ function drawTargets() {
   $("target-problem").textContent = refused.length ? `not used: ${refused.join(", ")} (targets are ${bounds})` : "";
   const baseline = Number($("baseline").value);
   const ratio = "× baseline";
-  const head = ["target", "curve", "reached", "rounds", ratio, data.unit.name, ratio, "seconds", ratio];
+  const head = ["target", "curve", "reached", "rounds", ratio, "first touch", data.unit.name, ratio, "seconds", ratio];
   const rows = costRows(words.map(Number).filter(isTarget), baseline);
   const table = document.querySelector("[data-name='cost-to-target'] table");
   table.tHead.replaceChildren(tableRow("th", head));
@@ -260,7 +268,8 @@ function tableRow(tag, cells) {
 
 // --- tables as CSV and LaTeX: the same as in tables.py ----------------------------------------------------------------
 
-const NUMBER = /^([-+]?[\d.]+%?|\d+\/\d+|[∞–]|[-+]?[\d.]+ ± [\d.]+)$/;
+const NUMBER = /^([-+]?[\d.]+%?|\d+\/\d+|[∞–]|[-+]?[\d.]+ ± [\d.]+|[-+][\d.]+ \[[-+\d., ]+\]|not within \d+ rounds?)$/;
+const INTERVAL = /^([-+][\d.]+) \[([-+][\d.]+), ([-+][\d.]+)\]$/;
 const LATEX = {
   "\\": "\\textbackslash{}", "{": "\\{", "}": "\\}", "$": "\\$", "&": "\\&", "#": "\\#", "%": "\\%", "_": "\\_",
   "^": "\\textasciicircum{}", "~": "\\textasciitilde{}", "<": "\\textless{}", ">": "\\textgreater{}",
@@ -275,16 +284,17 @@ const isNumeric = (rows, column) => rows.length > 0 && rows.every((row) => NUMBE
 function csvOf(table) {
   const head = headOf(table);
   const rows = rowsOf(table);
-  const split = head.map((_, i) => rows.some((row) => row[i].includes(" ± ")));
-  const plain = (cell) => ({ "∞": "inf", "–": "" })[cell] ?? cell;
+  const suffixes = head.map((_, i) => (rows.some((row) => row[i].includes(" ± ")) ? ["", ", std"]
+    : rows.some((row) => INTERVAL.test(row[i])) ? ["", ", low", ", high"] : [""]));
+  const plain = (cell) => (cell.startsWith("not within ") ? "" : ({ "∞": "inf", "–": "" })[cell] ?? cell);
   // a spreadsheet takes text that begins so for a formula
   const harmless = (cell) => (/^[-=+@]/.test(cell) && Number.isNaN(Number(cell)) ? `'${cell}` : cell);
   const quoted = (cell) => (/[",\n\r]/.test(cell) ? `"${cell.replace(/"/g, '""')}"` : cell);
-  const lines = [head.flatMap((name, i) => (split[i] ? [name, `${name}, std`] : [name]))];
+  const lines = [head.flatMap((name, i) => suffixes[i].map((suffix) => name + suffix))];
   for (const row of rows) {
     lines.push(row.flatMap((cell, i) => {
-      const [middle, spread = ""] = split[i] ? cell.split(" ± ") : [cell];
-      return split[i] ? [plain(middle), plain(spread)] : [plain(middle)];
+      const parts = INTERVAL.exec(cell)?.slice(1) ?? (suffixes[i].length === 2 ? cell.split(" ± ") : [cell]);
+      return suffixes[i].map((_, k) => plain(parts[k] ?? ""));
     }));
   }
   return lines.map((line) => line.map(harmless).map(quoted).join(",") + "\n").join("");
@@ -327,16 +337,16 @@ function ratesFigure(onPaper) {
   Object.assign(layout.xaxis, { title: { text: "learning rate" }, type: "log", exponentformat: "none" });
   if (Math.max(...rates) > 100 * Math.min(...rates)) layout.xaxis.dtick = 1; // powers of ten are enough
   const names = new Set(data.responses.map((response) => response.heading));
-  layout.yaxis.title = { text: `best ${on} ${[...names].join(" or ")}` };
+  layout.yaxis.title = { text: `final ${on} ${[...names].join(" or ")}` };
   layout.hovermode = "closest";
   const traces = data.responses.flatMap((response, index) => {
     if (!ratesVisible[index]) return [];
     const line = { color: curveColour(colours, index), dash: DASHES[dashOf(index)], width: 2 };
     const percent = response.percent;
     const points = response.tried
-      .map((tried) => ({ ...tried, best: tried.best.filter(isNumber).map((value) => (percent ? 100 : 1) * value) }))
-      .filter((tried) => tried.best.length)
-      .map((tried) => ({ ...tried, y: mean(tried.best) }));
+      .map((tried) => ({ ...tried, final: tried.final.filter(isNumber).map((value) => (percent ? 100 : 1) * value) }))
+      .filter((tried) => tried.final.length)
+      .map((tried) => ({ ...tried, y: mean(tried.final) }));
     const label = forPlotly(response.label);
     const trace = (kept, more) => ({
       x: kept.map((p) => p.lr), y: kept.map((p) => p.y), customdata: kept.map(said), hovertemplate: hover,
@@ -352,7 +362,7 @@ function ratesFigure(onPaper) {
         mode: "lines+markers", line, marker: { size: 6 },
         error_y: {
           type: "data", symmetric: false, thickness: 1, width: 0,
-          array: finished.map((p) => Math.max(...p.best) - p.y), arrayminus: finished.map((p) => p.y - Math.min(...p.best)),
+          array: finished.map((p) => Math.max(...p.final) - p.y), arrayminus: finished.map((p) => p.y - Math.min(...p.final)),
         },
       }),
       trace(points.filter((p) => p.failed), {
@@ -497,7 +507,7 @@ function start() {
   $("baseline").value = data.baseline;
   $("target-list").value = data.targets.map((target) => Number((perTarget * target).toPrecision(12))).join(", ");
   $("partition-choice").form.hidden = data.partitions.length < 2;
-  hideUnlessFilled("targets", data.curves.some((curve) => curve.steps.some((steps) => steps.length)));
+  hideUnlessFilled("targets", data.curves.some((curve) => curve.touches.some((steps) => steps.length)));
   hideUnlessFilled("rates", data.responses.length);
   hideUnlessFilled("partition", data.partitions.length);
 

@@ -20,6 +20,7 @@ from lamina.base.text import plural
 from lamina.experiment.trials.trial import Trial
 from lamina.report.build import Report
 from lamina.report.figures import MOST_ROUNDS_DRAWN, axis_title, by_round, mean_spent, metrics_of, spent, thinned
+from lamina.report.rates import drawn_scores
 from lamina.report.tables import Table, metric_of, unit_of_bytes
 from lamina.training.history import History
 from lamina.training.metrics import is_percent, smaller_is_better, with_unit
@@ -75,7 +76,7 @@ def page_data(report: Report) -> dict[str, Any]:
                 "percent": is_percent(response.metric),
                 "chosen": response.chosen,
                 "tried": [
-                    {"lr": rate, "best": _numbers(trial.best), "failed": trial.remark, "others": trial.name}
+                    {"lr": rate, "final": _numbers(drawn_scores(trial)), "failed": trial.remark, "others": trial.name}
                     for rate, trial in response.tried
                 ],
             }
@@ -106,7 +107,12 @@ def html_table(table: Table) -> str:
 
 def _curve(curve: Trial, columns: Sequence[str], report: Report) -> dict[str, Any]:
     histories = [history for history in curve.histories if len(history)]
-    summary = {"label": curve.name, "steps": [_steps(history, report.metric) for history in curve.histories]}
+    summary = {
+        "label": curve.name,
+        "limit": max((len(history) for history in curve.histories), default=0),
+        "steps": [_steps(run.history if run.diverged is None else History(), report.metric) for run in curve.records],
+        "touches": [_touches(history, report.metric) for history in curve.histories],
+    }
     if not histories:
         return {**summary, "seeds": [], "rounds": [], "columns": {}, "bytes": [], "seconds": [], "mean": {}}
     in_all = max(len(history) for history in histories)
@@ -127,16 +133,28 @@ def _curve(curve: Trial, columns: Sequence[str], report: Report) -> dict[str, An
 
 
 def _steps(history: History, metric: str) -> list[list[float]]:
-    """Return the rounds with a new best value of the metric, which give rounds-to-target for any target."""
-    values = history.array(metric, optional=True)
-    best = np.fmin.accumulate(values) if smaller_is_better(metric) else np.fmax.accumulate(values)
-    _, firsts = np.unique(best, return_index=True)
-    places = np.sort(firsts[~np.isnan(best[firsts])])  # the first values may be NaN
+    """Return round, level, bytes and seconds wherever the kept level improves: the cost of staying at any target."""
+    levels = history.kept_level(metric, optional=True)
+    places = _improvements(levels)
     down, up, seconds = (history.array(name, optional=True) for name in ("bytes_down", "bytes_up", "seconds"))
     with np.errstate(over="ignore"):
         costs = [np.nan_to_num(np.nancumsum(cost)) for cost in (down + up, seconds)]  # JSON has no infinity
     rounds = history.array("round", optional=True)[places].astype(int).tolist()
-    return [list(step) for step in zip(rounds, *(column[places].tolist() for column in (values, *costs)), strict=True)]
+    return [list(step) for step in zip(rounds, *(column[places].tolist() for column in (levels, *costs)), strict=True)]
+
+
+def _touches(history: History, metric: str) -> list[list[float]]:
+    """Return round and value wherever the metric has a new best value: the first touch of any target."""
+    values = history.array(metric, optional=True)
+    places = _improvements(np.fmin.accumulate(values) if smaller_is_better(metric) else np.fmax.accumulate(values))
+    rounds = history.array("round", optional=True)[places].astype(int).tolist()
+    return [list(step) for step in zip(rounds, values[places].tolist(), strict=True)]
+
+
+def _improvements(values: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Return the places where values that only improve change; some may be NaN."""
+    _, firsts = np.unique(values, return_index=True)
+    return np.sort(firsts[~np.isnan(values[firsts])])
 
 
 def _numbers(values: Sequence[float] | NDArray[np.float64]) -> list[float | None]:

@@ -12,6 +12,7 @@ from lamina.experiment.trials.trial import Trial
 from lamina.experiment.trials.tune import Tuning
 from lamina.report.curves import RATE, SEED, algorithm_of, group
 from lamina.report.tables import NONE, Table, metric_of, score_text
+from lamina.training.history import values
 from lamina.training.metrics import with_unit
 
 
@@ -107,20 +108,25 @@ def _best(runs: Sequence[Record]) -> Trial:
     return max(trials, key=lambda trial: trial.score_key)
 
 
+def drawn_scores(trial: Trial) -> list[float]:
+    """Return the final value of every run; of one that diverged, whose rate is crossed out, of its last ten rounds."""
+    return values(trial.histories, lambda history: history.final(optional=True))
+
+
 def metrics_in(responses: Sequence[Response]) -> str:
     """Return the metrics that rates are judged by, as a heading."""
     return " or ".join(dict.fromkeys(with_unit(response.metric) for response in responses)) or with_unit("accuracy")
 
 
 def rates_table(responses: Sequence[Response]) -> Table:
-    """Return every rate with its best score; the best rate is marked."""
+    """Return every rate with its final score; the best rate is marked."""
     rows = []
     for response in responses:
         for rate, trial in response.tried:
             remark = trial.remark or ("best" if rate == response.chosen else "")
-            score = score_text(trial.best, response.metric)
+            score = score_text(trial.final, response.metric)
             rows.append([response.label, f"{rate:g}", trial.name or NONE, score, response.on, remark])
-    head = ["curve", "lr", "with", f"best {metrics_in(responses)}", "on", ""]
+    head = ["curve", "lr", "with", f"final {metrics_in(responses)}", "on", ""]
     if all(row[2] == NONE for row in rows):
         head, rows = head[:2] + head[3:], [row[:2] + row[3:] for row in rows]
     return Table("learning-rates", head, rows)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from typing import NamedTuple
 
+import numpy as np
+
 from lamina.base.errors import is_number
 from lamina.base.text import csv_text, html_table, plural, text_table
-from lamina.experiment.runs.records import flatten
+from lamina.experiment.runs.records import Record, flatten
+from lamina.experiment.trials.pairs import paired_difference
 from lamina.experiment.trials.settings import short_names, shown, shown_name
 from lamina.experiment.trials.trial import Trial
 from lamina.experiment.trials.tune import Tuning
@@ -18,7 +22,8 @@ from lamina.report.curves import differing, folder_name, sections, text
 from lamina.training.history import History, mean, values
 from lamina.training.metrics import is_percent, smaller_is_better, with_unit
 
-NEVER, NONE, SPREAD, TIMES = "∞", "–", " ± ", "×"
+INFINITE, NONE, SPREAD, TIMES = "∞", "–", " ± ", "×"
+UNREACHED = "not within "  # begins the rounds to a target that was not reached
 
 
 class Table(NamedTuple):
@@ -38,29 +43,32 @@ class Table(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """The cost of reaching a target: means over the seeds of a curve.
-
-    Infinite if a seed never reaches it, NaN if no seed has a single round.
-    """
+    """The cost until a curve stays at a target: means over its seeds; NaN if some seed does not."""
 
     rounds: float
     bytes: float
     seconds: float
-    reached: int  # seeds that reach it
+    reached: int  # seeds that stay there
+    touch: float  # the first round at the target; NaN if some seed has none
+    limit: int  # rounds of the longest run
 
 
-def cost_to_target(histories: Sequence[History], target: float, metric: str | None = None) -> Cost:
-    """Return rounds, bytes (both directions) and seconds of training until a metric first reaches the target."""
-    firsts = [history.rounds_to(target, metric, optional=True) for history in histories]
-    reached = [history[:first] for history, first in zip(histories, firsts, strict=True) if first is not None]
-    if len(reached) < len(histories) or not histories:
-        nothing = math.inf if any(len(history) for history in histories) else math.nan
-        return Cost(nothing, nothing, nothing, len(reached))
+def cost_to_target(records: Sequence[Record], target: float, metric: str | None = None) -> Cost:
+    """Return rounds, bytes (both directions) and seconds of training until a metric stays at the target."""
+    settled = [record.settling_round(target, metric) for record in records]
+    touches = [record.history.rounds_to(target, metric, optional=True) for record in records]
+    parts = [record.history[:number] for record, number in zip(records, settled, strict=True) if number is not None]
+    costs = [(float(part[-1]["round"]), sent(part), part.total("seconds", optional=True)) for part in parts]
+    if len(parts) < len(records) or not records:
+        costs = [(math.nan, math.nan, math.nan)]
+    rounds, size, seconds = (mean(numbers) for numbers in zip(*costs, strict=True))
     return Cost(
-        mean(int(history[-1]["round"]) for history in reached),
-        mean(sent(history) for history in reached),
-        mean(history.total("seconds", optional=True) for history in reached),
-        len(reached),
+        rounds,
+        size,
+        seconds,
+        len(parts),
+        mean([math.nan if touch is None else touch for touch in touches] or [math.nan]),
+        max((len(record.history) for record in records), default=0),
     )
 
 
@@ -75,11 +83,27 @@ def metric_of(groups: Iterable[Trial]) -> str:
     return metrics[0] if metrics and "accuracy" not in metrics else "accuracy"
 
 
-def best_and_last(histories: Sequence[History], metric: str) -> tuple[str, str]:
-    """Return mean and spread of the best and of the last values of histories."""
-    best = values(histories, lambda history: history.best(metric, optional=True))
-    last = values(histories, lambda history: history.last(metric, optional=True))
-    return score_text(best, metric), score_text(last, metric)
+def final_and_best(records: Sequence[Record], metric: str) -> tuple[str, str]:
+    """Return mean and spread of the final and of the best values of runs."""
+    best = values([record.history for record in records], lambda history: history.best(metric, optional=True))
+    return score_text(list(finals(records, metric).values()), metric), score_text(best, metric)
+
+
+def finals(records: Sequence[Record], metric: str) -> dict[int, float]:
+    """Return the final value of every run that has one, by its seed."""
+    by_seed = {record.seed: record.final(metric) for record in records}
+    return {seed: value for seed, value in by_seed.items() if not math.isnan(value)}
+
+
+def difference_text(records: Sequence[Record], baseline: Sequence[Record], metric: str) -> str:
+    """Return the paired difference of final values to a baseline's with its interval: ``+1.2 [+0.3, +2.1]``."""
+    difference = None if records is baseline else paired_difference(finals(records, metric), finals(baseline, metric))
+    if difference is None:
+        return NONE
+    scale, write = (100, fixed) if is_percent(metric) else (1, significant)
+    texts = [write(scale * number) for number in (difference.mean, difference.low, difference.high)]
+    middle, low, high = (text if text.startswith("-") else f"+{text}" for text in texts)
+    return middle if difference.margin is None else f"{middle} [{low}, {high}]"
 
 
 def score_text(scores: Sequence[float], metric: str) -> str:
@@ -91,9 +115,9 @@ def score_text(scores: Sequence[float], metric: str) -> str:
 
 
 def fixed(value: float, digits: int = 1) -> str:
-    """Return a number with a fixed number of decimals; infinity (never reached) is the infinity sign."""
+    """Return a number with a fixed number of decimals; infinity is the infinity sign."""
     if not math.isfinite(value):
-        return NONE if math.isnan(value) else NEVER
+        return NONE if math.isnan(value) else INFINITE
     if abs(value) >= 1e21:
         return repr(float(value))  # as JavaScript writes it
     # Halves go up, as in JavaScript; Python's own formatting rounds them to even.
@@ -148,9 +172,9 @@ def unit_of_bytes(curves: Sequence[Trial]) -> Unit:
 
 
 def default_targets(curves: Sequence[Trial]) -> list[float]:
-    """Return the accuracies that all seeds of every curve, and of the best curve, reach, in steps of 5 %.
+    """Return the accuracies that all seeds of every curve, and of the best curve, stay at, in steps of 5 %.
 
-    The target of a comparison is added if all seeds of some curve reach it. For metrics without a scale from 0 to
+    The target of a comparison is added if all seeds of some curve stay at it. For metrics without a scale from 0 to
     100 %, such as losses, it is the only one.
     """
     metric = metric_of(curves)
@@ -158,47 +182,62 @@ def default_targets(curves: Sequence[Trial]) -> list[float]:
     targets = {
         target
         for target in filter(is_number, compared)
-        if any(cost_to_target(curve.histories, target, metric).rounds < math.inf for curve in curves)
+        if any(cost_to_target(curve.records, target, metric).rounds < math.inf for curve in curves)
     }
     if is_percent(metric) and not smaller_is_better(metric):
-        best = [values(curve.histories, lambda history: history.best(metric, optional=True)) for curve in curves]
-        worst_seeds = [min(1.0, max(0.0, min(accuracies, default=0.0))) for accuracies in best] or [0.0]
-        targets |= {math.floor(20 * value + 1e-9) * 5 / 100 for value in (min(worst_seeds), max(worst_seeds))} - {0.0}
+        worst_seeds = [min((_kept_accuracy(run, metric) for run in curve.records), default=0.0) for curve in curves]
+        ends = (min(worst_seeds, default=0.0), max(worst_seeds, default=0.0))
+        targets |= {math.floor(20 * value + 1e-9) * 5 / 100 for value in ends} - {0.0}
     return sorted(targets)
 
 
+def _kept_accuracy(run: Record, metric: str) -> float:
+    """Return the highest accuracy, at most 1, that a run stays at; 0 if it diverged or has none."""
+    levels = run.history.kept_level(metric, optional=True) if run.diverged is None else np.array([])
+    return min(1.0, max(0.0, float(np.max(levels, where=~np.isnan(levels), initial=0.0))))
+
+
 def cost_table(curves: Sequence[Trial], targets: Sequence[float], baseline: int) -> Table:
-    """Return rounds, bytes and seconds to each target, and their ratios to the baseline's."""
+    """Return rounds, bytes and seconds until each target is kept, their ratios to the baseline's, and first touches."""
     unit, metric = unit_of_bytes(curves), metric_of(curves)
     ratio = f"{TIMES} baseline"
-    head = ["target", "curve", "reached", "rounds", ratio, unit.name, ratio, "seconds", ratio]
+    head = ["target", "curve", "reached", "rounds", ratio, "first touch", unit.name, ratio, "seconds", ratio]
     rows = []
     for target in targets:
-        costs = [cost_to_target(curve.histories, target, metric) for curve in curves]
+        costs = [cost_to_target(curve.records, target, metric) for curve in curves]
         for curve, cost in zip(curves, costs, strict=True):
             shown = f"{100 * target:g}%" if is_percent(metric) else f"{target:g}"
-            row = [shown, curve.name, f"{cost.reached}/{len(curve.histories)}"]
+            row = [shown, curve.name, f"{cost.reached}/{len(curve.records)}"]
             for field, scale in (("rounds", 1.0), ("bytes", unit.bytes), ("seconds", 1.0)):
                 value, other = getattr(cost, field), getattr(costs[baseline], field)
-                written = fixed(value) if field == "rounds" else significant(value / scale)
-                # Without a finite cost of the baseline there is nothing to compare with.
-                row += [written, significant(value / other if 0 < other < math.inf else math.nan)]
+                written = rounds_text(value, cost.limit) if field == "rounds" else significant(value / scale)
+                # Without a cost of the baseline there is nothing to compare with.
+                row += [written, significant(value / other if other > 0 else math.nan)]
+                row += [rounds_text(cost.touch, cost.limit)] if field == "rounds" else []
             rows.append(row)
     return Table("cost-to-target", head, rows)
 
 
-def results_table(curves: Sequence[Trial]) -> Table:
-    """Return best and last value of the first metric, and the cost of a round."""
+def rounds_text(rounds: float, limit: int) -> str:
+    """Return rounds to a target; of runs of `limit` rounds that do not reach it, how many they had.
+
+    >>> rounds_text(12.5, 60), rounds_text(math.nan, 60), rounds_text(math.nan, 0)
+    ('12.5', 'not within 60 rounds', '–')
+    """
+    return fixed(rounds) if not math.isnan(rounds) or not limit else UNREACHED + plural(limit, "round")
+
+
+def results_table(curves: Sequence[Trial], baseline: int = 0) -> Table:
+    """Return final and best value of the first metric, the difference to the baseline, and the cost of a round."""
     unit, metric = unit_of_bytes(curves), metric_of(curves)
-    head = ["curve", "seeds", f"best {with_unit(metric)}", f"last {with_unit(metric)}", "rounds"]
+    head = ["curve", "seeds", f"final {with_unit(metric)}", f"best {with_unit(metric)}", "rounds"]
     head += [f"{unit.name} per round", f"{unit.name} in all", "seconds per round"]
     rows = []
     for curve in curves:
         histories = curve.histories
-        best, last = best_and_last(histories, metric)
         lengths = [len(history) for history in histories]
         rounds = str(lengths[0]) if len(set(lengths)) == 1 else f"{min(lengths)} to {max(lengths)}"
-        row = [curve.name, str(len(histories)), best, last, rounds]
+        row = [curve.name, str(len(histories)), *final_and_best(curve.records, metric), rounds]
         for of in (
             lambda history: sent(history) / len(history) / unit.bytes,
             lambda history: sent(history) / unit.bytes,
@@ -207,15 +246,20 @@ def results_table(curves: Sequence[Trial]) -> Table:
             numbers = values(histories, of)
             row.append(significant(mean(numbers)) if numbers else NONE)
         rows.append(row)
+    if len(curves) > 1:
+        head.insert(3, f"difference to {curves[baseline].name}")
+        for curve, row in zip(curves, rows, strict=True):
+            row.insert(3, difference_text(curve.records, curves[baseline].records, metric))
     return Table("results", head, rows)
 
 
-def algorithms_table(entries: Sequence[Trial], target: float | None) -> Table:
-    """Return rounds and bytes to a target, best and last value of the first metric, and bytes in all.
+def algorithms_table(entries: Sequence[Trial], target: float | None, baseline: str | None = None) -> Table:
+    """Return rounds and bytes to a target, final and best value of the first metric, and bytes in all.
 
     Args:
         entries: the algorithms, a row each.
-        target: value of the metric on the test data; None leaves its columns out.
+        target: value of the metric on the test data to stay at; None leaves its columns out.
+        baseline: the name of an algorithm; adds the paired differences of the final values to its values.
     """
     metric = metric_of(entries)
     seeds = max(len(entry.histories) for entry in entries)
@@ -225,39 +269,45 @@ def algorithms_table(entries: Sequence[Trial], target: float | None) -> Table:
     unit = "acc. %" if metric == "accuracy" else f"{metric} %" if is_percent(metric) else metric
     size = unit_of_bytes(entries)
     head = ["algorithm", "lr", "rounds\nto target", f"{size.name} to\ntarget"]
-    head += [f"best\n{unit}", f"last\n{unit}", f"{size.name}\nin all"]
+    head += [f"final\n{unit}", f"best\n{unit}", f"{size.name}\nin all"]
     rows = []
     for entry in entries:
-        cost = cost_to_target(entry.histories, math.inf if target is None else target, metric)
+        cost = cost_to_target(entry.records, math.inf if target is None else target, metric)
         in_all = values(entry.histories, lambda history: sent(history) / size.bytes)
         rows.append(
             [
                 shown_name(entry.name, entry.title) if entry.name == entry.records[0].algorithm else entry.name,
                 f"{entry.lr:g}",
-                fixed(cost.rounds),
+                f"not in {cost.limit}" if math.isnan(cost.rounds) and cost.limit else fixed(cost.rounds),
                 fixed(cost.bytes / size.bytes),
-                *(cell.replace(SPREAD, "±") for cell in best_and_last(entry.histories, metric)),
+                *(cell.replace(SPREAD, "±") for cell in final_and_best(entry.records, metric)),
                 fixed(mean(in_all)) if in_all else NONE,
             ]
         )
+    if baseline is not None:
+        other = next((entry.records for entry in entries if entry.name == baseline), [])
+        title += "; difference of the final values, paired by seed, 95 % interval" if seeds > 1 else ""
+        head.insert(5, f"difference\nto {baseline}")
+        for entry, row in zip(entries, rows, strict=True):
+            row.insert(5, difference_text(entry.records, other, metric))
     if target is None:
         head, rows = head[:2] + head[4:], [row[:2] + row[4:] for row in rows]
     return Table("comparison", head, rows, title)
 
 
 def trials_table(tuning: Tuning) -> Table:
-    """Return every trial's values, best and last score, and how it ended."""
+    """Return every trial's values, final and best score, and how it ended."""
     scale, unit = (100, ", %") if is_percent(tuning.metric) else (1, "")
 
     def cell(numbers: list[float]) -> str:
         return mean_and_spread([scale * number for number in numbers], "{:.4g}".format)
 
-    head = [*short_names(tuning.keys), f"{tuning.score_name}{unit}", f"last{unit}", ""]
+    head = [*short_names(tuning.keys), f"{tuning.score_name}{unit}", f"best{unit}", ""]
     rows = []
     for trial in tuning.trials:
         cells = [shown(trial.settings[key]) if key in trial.settings else "" for key in tuning.keys]
         remark = "best" if trial is tuning.best else trial.remark
-        rows.append([*cells, cell(trial.best), cell(trial.last), remark])
+        rows.append([*cells, cell(trial.final), cell(trial.best), remark])
     return Table("trials", head, rows)
 
 
@@ -306,19 +356,27 @@ def _compare_settings(every: list[dict[str, object]]) -> tuple[list[str], list[l
 
 # --- tables as CSV; page.js does the same for the tables on the page -------------------------------------------------
 
-WORDS = {NEVER: "inf", NONE: ""}  # in CSV
+WORDS = {INFINITE: "inf", NONE: ""}  # in CSV
+INTERVAL = re.compile(r"([-+][\d.]+) \[([-+][\d.]+), ([-+][\d.]+)\]")
 
 
 def to_csv(table: Table) -> str:
-    """Return a table as CSV, with mean and spread in separate columns; never reached is inf, no value is empty."""
-    has_spread = [any(SPREAD in row[i] for row in table.rows) for i in range(len(table.head))]
-    head: list[str] = []
-    for heading, two in zip(table.head, has_spread, strict=True):
-        head += [heading, f"{heading}, std"] if two else [heading]
+    """Return a table as CSV: mean, spread and interval in separate columns, and empty where there is no value."""
+    suffixes = [_suffixes([row[i] for row in table.rows]) for i in range(len(table.head))]
+    head = [heading + suffix for heading, each in zip(table.head, suffixes, strict=True) for suffix in each]
     rows = []
     for row in table.rows:
         cells: list[str] = []
-        for cell, two in zip(row, has_spread, strict=True):
-            cells += cell.partition(SPREAD)[::2] if two else [cell]
-        rows.append([WORDS.get(cell, cell) for cell in cells])
+        for cell, each in zip(row, suffixes, strict=True):
+            match = INTERVAL.fullmatch(cell)
+            parts = match.groups() if match else cell.split(SPREAD) if len(each) == 2 else [cell]
+            cells += [*parts, *[""] * (len(each) - len(parts))]
+        rows.append(["" if cell.startswith(UNREACHED) else WORDS.get(cell, cell) for cell in cells])
     return csv_text([head, *rows])
+
+
+def _suffixes(cells: Sequence[str]) -> list[str]:
+    """Return what is added to a heading for each of the columns that its cells become."""
+    if any(SPREAD in cell for cell in cells):
+        return ["", ", std"]
+    return ["", ", low", ", high"] if any(map(INTERVAL.fullmatch, cells)) else [""]

@@ -30,10 +30,12 @@ def history(*accuracies):
     return History([{"round": number, "accuracy": value} for number, value in enumerate(accuracies, 1)])
 
 
-def test_the_score_of_a_trial_is_the_mean_of_its_best_values():
-    both = trial("a", [history(0.5, 0.9, 0.4), history(0.7, 0.6, 0.6)])
-    assert (both.best, both.last, both.remark) == ([0.9, 0.7], [0.4, 0.6], "")
-    assert both.score == pytest.approx(0.8)
+def test_the_score_of_a_trial_is_the_mean_of_its_final_values():
+    both = trial("a", [history(0.5, 0.9, 0.4), history(0.8, 0.6, 0.7)])
+    assert (both.best, both.remark) == ([0.9, 0.8], "")
+    assert both.final == pytest.approx([0.6, 0.7])
+    assert both.score == pytest.approx(0.65)
+    assert trial("a", [history(0.5)], diverged="in round 2").final == []
 
 
 def test_a_trial_that_diverged_or_is_not_finished_has_no_score():
@@ -121,5 +123,5 @@ def test_runs_that_cannot_resume_together_resume_apart(here, monkeypatch):
         with pytest.raises(Killed):
             call(*words("tune", "t", "tune.grid.train.lr=[0.01, 0.1]", "train.rounds=4"))
     assert call(*words("tune", "t", "tune.grid.train.lr=[0.01, 0.1, 0.2]", "train.rounds=4")) == 0
-    assert "resuming after round 2 of 4" in Path("t/lr0.01/seed0/log.txt").read_text()
-    assert len(read_record("t/lr0.2/seed0").history) == 4
+    assert "resuming after round 2 of 4" in Path("t/lr0.01/seed-1/log.txt").read_text()
+    assert len(read_record("t/lr0.2/seed-1").history) == 4

@@ -30,7 +30,7 @@ from helpers import (
     start,
     words,
 )  # fmt: skip
-from lamina import BadInput
+from lamina import BadInput, History
 from lamina.base.errors import MissingExtra
 from lamina.cli import base
 from lamina.cli import tune as tune_command
@@ -168,8 +168,8 @@ def test_a_grid_is_a_population_of_ordinary_runs(here, monkeypatch, capsys):
     # Every seed holds out samples of its own.
     assert [[len(group) for group in groups] for groups in grouped] == [[6], [6]]
     assert capsys.readouterr().err == ""  # quiet
-    place = "t/lr0.05-decay0.01/seed1"
-    single = ("train.lr=0.05", "algorithm.decay=0.01", "train.seed=1", "data.validation=0.2")
+    place = "t/lr0.05-decay0.01/seed-2"
+    single = ("train.lr=0.05", "algorithm.decay=0.01", "train.seed=-2", "data.validation=0.2")
     assert call("run", "grid.toml", "--out", "r", "-q", *sets(*single)) == 0
     assert rows("r") == [pytest.approx(row, rel=1e-4) for row in rows(place)]
     a, b = (json.loads(Path(folder, "config.json").read_text()) for folder in ("r", place))
@@ -181,28 +181,28 @@ def test_protocols_that_differ_are_not_stacked(here):
     assert call(*tune("grid.toml", 'tune.grid={"train.local_steps" = [1, 2], "model.hidden" = [4, 6]}', out="t")) == 0
     assert [row["trial"] for row in table("t")] == [f"local_steps{k}-hidden{h}" for k in (1, 2) for h in (4, 6)]
     for row in table("t"):
-        config = json.loads(Path("t", row["trial"], "seed0", "config.json").read_text())
+        config = json.loads(Path("t", row["trial"], "seed-1", "config.json").read_text())
         assert str(config["train"]["local_steps"]) == row["train.local_steps"]
-        steps = {line["steps"] for line in rows(Path("t", row["trial"], "seed0"))}
+        steps = {line["steps"] for line in rows(Path("t", row["trial"], "seed-1"))}
         assert steps == {3 * config["train"]["local_steps"]}
 
 
 def test_results_and_the_edge(drawn, capsys):
-    assert call(*[word for word in tune("grid.toml", "train.rounds=6", out="t") if word != "--quiet"]) == 0
+    assert call(*[word for word in tune("grid.toml", "train.rounds=20", out="t") if word != "--quiet"]) == 0
     said = capsys.readouterr()
-    assert "best validation accuracy, %" in said.out
+    assert "final validation accuracy, %" in said.out
     assert "chosen on 20% of the training data, held out" in said.out
     chosen = [row for row in table("t") if row["remark"] == "chosen"]
     assert len(table("t")) == 6
     assert len(chosen) == 1
-    assert float(chosen[0]["best_validation_accuracy"]) == max(
-        float(row["best_validation_accuracy"]) for row in table("t")
+    assert float(chosen[0]["final_validation_accuracy"]) == max(
+        float(row["final_validation_accuracy"]) for row in table("t")
     )
     assert chosen[0]["train.lr"] == "0.2"
     assert "the best train.lr = 0.2 lies on the edge of those tried: try larger values" in said.out
     assert "decay = 0 lies" not in said.out  # nothing lies below 0
     best = tomllib.loads(Path("t/best.toml").read_text())
-    assert best["train"] == {"rounds": 6, "batch_size": 64, "lr": 0.2}
+    assert best["train"] == {"rounds": 20, "batch_size": 64, "lr": 0.2}
     assert "validation" not in best["data"]
     assert "validation" in Path("t/best.toml").read_text()
     assert Path("t/learning-rates.png").stat().st_size > 5_000
@@ -224,9 +224,9 @@ def test_chosen_on_the_test_data(here, capsys):
     arguments = tune("grid.toml", "tune.select=test", 'tune.grid={"train.lr" = [0.05, 0.1]}', out="t")
     assert call(*[word for word in arguments if word != "--quiet"]) == 0
     assert "chosen on the test data, as the papers do" in capsys.readouterr().out
-    assert "best_test_accuracy" in table("t")[0]
-    assert "best test accuracy" in Path("t/best.toml").read_text()
-    assert json.loads(Path("t/lr0.1/seed0/config.json").read_text())["data"]["validation"] is None
+    assert "final_test_accuracy" in table("t")[0]
+    assert "final test accuracy" in Path("t/best.toml").read_text()
+    assert json.loads(Path("t/lr0.1/seed-1/config.json").read_text())["data"]["validation"] is None
     assert call(*tune("grid.toml", 'tune.grid={"train.lr" = [0.05, 0.1]}', out="t")) == 2  # other data, other runs
     assert 'tuning.select = "test" (now "validation")' in capsys.readouterr().err
 
@@ -250,9 +250,9 @@ def test_resuming_after_a_kill(here, monkeypatch, file):
     assert call(*tune(file, out="b")) == 0
     assert table("a") == table("b")
     assert Path("a/best.toml").read_text() == Path("b/best.toml").read_text()
-    before = Path("b/trials.csv").stat().st_mtime_ns, Path("b", table("b")[0]["trial"], "seed0/log.txt").read_text()
+    before = Path("b/trials.csv").stat().st_mtime_ns, Path("b", table("b")[0]["trial"], "seed-1/log.txt").read_text()
     assert call(*tune(file, out="b")) == 0  # nothing is left to do
-    assert Path("b", table("b")[0]["trial"], "seed0/log.txt").read_text() == before[1]
+    assert Path("b", table("b")[0]["trial"], "seed-1/log.txt").read_text() == before[1]
 
 
 def test_an_interrupted_grid_is_not_finished(here, capsys, monkeypatch):
@@ -302,8 +302,8 @@ def test_a_study_killed_at_random_moments_loses_no_trial(here):
     known = trials_in("t")
     assert [(number, state) for number, state, _ in known] == [(number, "COMPLETE") for number in range(6)]
     assert finished <= {repr(trial) for trial in known}
-    assert [float(row["best_validation_accuracy"]) for row in table("t")] == [score for _, _, (score,) in known]
-    assert {len(rows(Path("t", row["trial"], "seed0"))) for row in table("t")} == {6}
+    assert [float(row["final_validation_accuracy"]) for row in table("t")] == [score for _, _, (score,) in known]
+    assert {len(rows(Path("t", row["trial"], "seed-1"))) for row in table("t")} == {6}
 
 
 @pytest.mark.long
@@ -411,7 +411,7 @@ def test_optuna_prunes_and_is_extended(here, capsys, monkeypatch):
         assert call(*tune("tpe.toml", "train.rounds=4", "tune.trials=5", out="t")) == 0
     assert table("t")[:3] == first
     assert [row["remark"] for row in table("t")[3:]] == ["pruned", "pruned"]
-    assert len(rows(Path("t", table("t")[3]["trial"], "seed0"))) == 1
+    assert len(rows(Path("t", table("t")[3]["trial"], "seed-1"))) == 1
     capsys.readouterr()
     assert call(*tune("tpe.toml", "train.rounds=5", out="t")) == 2
     assert "holds another tuning: train.rounds = 4 (now 5)" in capsys.readouterr().err
@@ -425,7 +425,7 @@ def test_the_median_pruner_waits_for_a_quarter_of_the_rounds(here):
     pytest.importorskip("optuna")
     slow = ("train.rounds=8", "tune.trials=9", 'tune.space={"train.lr" = {low = 1e-4, high = 1.0, log = true}}')
     assert call(*tune("tpe.toml", *slow, out="t")) == 0
-    lengths = [len(rows(Path("t", row["trial"], "seed0"))) for row in table("t") if row["remark"] == "pruned"]
+    lengths = [len(rows(Path("t", row["trial"], "seed-1"))) for row in table("t") if row["remark"] == "pruned"]
     assert lengths  # else nothing was shown
     assert min(lengths) >= 2
 
@@ -437,8 +437,9 @@ def picture_of(trials, keys, monkeypatch, **study):
         spec=SimpleNamespace(select="validation"),
         experiment=SimpleNamespace(algorithm=SimpleNamespace(name="fedlamb")), space=study,
         trials=[
-            SimpleNamespace(settings={"train.lr": lr, **others}, best=[best], remark=remark, score_key=best, score=best)
-            for lr, best, remark, others in trials
+            SimpleNamespace(settings={"train.lr": lr, **others}, best=[score], remark=remark, score_key=score,
+                            score=score, histories=[History([{"round": 1, "accuracy": score}])])
+            for lr, score, remark, others in trials
         ],
     )  # fmt: skip
     drawn, draw = [], figures.rates_figure

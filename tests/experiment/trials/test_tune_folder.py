@@ -154,4 +154,4 @@ def test_an_overwriting_grid_that_is_killed_belongs_to_the_new_tuning(here, caps
     assert call(*tune("grid.toml", RATES, "train.rounds=1", out="t")) == 2
     assert "train.seed = 7 (now 0)" in said_in_one_line(capsys)
     assert call(*tune("grid.toml", RATES, *other, out="t")) == 0
-    assert {record.seed for record in find_records(["t"])} == {7}
+    assert {record.seed for record in find_records(["t"])} == {6}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -86,6 +87,14 @@ class Record:
         config = {**self.config, "train": {**self.config["train"], "rounds": rounds}}
         diverged = self.diverged if len(self.history) < rounds else None
         return dataclasses.replace(self, config=config, history=self.history[:rounds], diverged=diverged)
+
+    def final(self, name: str | None = None) -> float:
+        """Return the mean of a metric, the first unless given, over the last ten rounds; NaN if the run diverged."""
+        return math.nan if self.diverged is not None else self.history.final(name, optional=True)
+
+    def settling_round(self, target: float, name: str | None = None) -> int | None:
+        """Return the round from which the run stays at a target (`History.settling_round`); None if it diverged."""
+        return None if self.diverged is not None else self.history.settling_round(target, name, optional=True)
 
     @property
     def on_validation_data(self) -> bool:

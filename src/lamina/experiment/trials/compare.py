@@ -1,11 +1,12 @@
 """Compare algorithms fairly: the same initial weights, clients and batches, and every method tuned the same way.
 
 If the file gives values to try (``[compare.grid]``: rates, and the methods' own options), each combination is run once
-on the first seed, and the one with the best value of the first metric on held-out *training* data is chosen. The test
-data are used only in the final runs, one per seed; with ``compare.select = "test"``, as in the papers, they choose,
-too. To save time, ``compare.tuning_rounds`` may be fewer rounds, or several numbers: after each, only the best third
-continues. A rate that starts slowly may win late, so a search in stages ends only when the best combination has been
-compared with all its neighbours on the grid after the last of these rounds.
+on a seed that no final run has. The one with the best final value of the first metric, its mean over the last ten
+rounds on held-out *training* data, is chosen. The test data are used only in the final runs, one per seed; with
+``compare.select = "test"``, as in the papers, they choose, too. To save time, ``compare.tuning_rounds`` may be fewer
+rounds, or several numbers: after each, only the best third continues. A rate that starts slowly may win late, so a
+search in stages ends only when the best combination has been compared with all its neighbours on the grid after the
+last of these rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lamina.experiment.runs.records import FORMAT, REPLACED, delete_runs, is_our
 from lamina.experiment.sections import Named
 from lamina.experiment.trials.settings import Range, Settings, folder_name, neighbours, points, written
 from lamina.experiment.trials.trial import Trial, refuse_nan
-from lamina.experiment.trials.trials import Job, Trials
+from lamina.experiment.trials.trials import Job, Trials, tuned_on_a_reported_seed, tuning_seed
 from lamina.storage.files import write_csv, write_json, writing_to
 from lamina.training.metrics import is_percent
 
@@ -101,7 +102,8 @@ class Comparison(Trials):
         candidates = (yield from self._tune(name)) if len(choice) > 1 else []
         refuse_nan(f"{name}: ", self.metric, candidates)
         settings = max(candidates, key=lambda trial: trial.score_key).settings if candidates else choice[0]
-        jobs = [self._new_job(name, settings, seed) for seed in self.seeds]
+        first = self.experiment.train.seed
+        jobs = [self._new_job(name, settings, seed) for seed in range(first, first + self.experiment.compare.seeds)]
         self._final[name] = settings, jobs, candidates
         yield jobs
         self._save()
@@ -128,7 +130,7 @@ class Comparison(Trials):
         self, name: str, selected: Sequence[int], stage: Sequence[int], trials: dict[int, Trial]
     ) -> Generator[list[Job]]:
         """Yield the jobs that train selected points up to the rounds of a stage, then update their trials."""
-        rounds, seed = stage[0], self.experiment.train.seed
+        rounds, seed = stage[0], tuning_seed(self.experiment)
         jobs = {
             i: self._new_job(name, self._choices[name][i], seed, stage)
             for i in selected
@@ -156,6 +158,8 @@ class Comparison(Trials):
         """Return the rounds of a tuning run: those of a later stage if it had been continued before."""
         path = self.folder / folder
         stored = read_json(path / "config.json").get("train", {}) if is_ours(path) else {}
+        if isinstance(stored, Mapping) and stored.get("seed") == self.experiment.train.seed:
+            raise tuned_on_a_reported_seed(self.folder, self.experiment.train.seed)
         rounds = stored.get("rounds") if isinstance(stored, Mapping) else None
         return next((each for each in stage if is_whole(rounds) and each == rounds), stage[0])
 

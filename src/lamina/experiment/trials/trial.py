@@ -62,14 +62,15 @@ class Trial:
         return values(self.histories, lambda history: history.best(optional=True))
 
     @property
-    def last(self) -> list[float]:
-        """Return the last value of the first metric of every evaluated run."""
-        return values(self.histories, lambda history: history.last(optional=True))
+    def final(self) -> list[float]:
+        """Return the mean of the first metric over the last ten rounds, of every evaluated run that did not diverge."""
+        finals = [record.final() for record in self.records]
+        return [value for value in finals if not math.isnan(value)]
 
     @property
     def score(self) -> float:
-        """Return the mean of the best values, by which trials are chosen; NaN if the trial does not count."""
-        return mean(self.best) if self.best and not self.remark else math.nan
+        """Return the mean of the final values, by which trials are chosen; NaN if the trial does not count."""
+        return mean(self.final) if self.final and not self.remark else math.nan
 
     @property
     def score_key(self) -> float:

@@ -23,6 +23,7 @@ from lamina.experiment.config import Compare, Experiment, Tune
 from lamina.experiment.runs.folder import RunFolder
 from lamina.experiment.runs.log_lines import LogLines
 from lamina.experiment.runs.records import (
+    CHOOSE_ANOTHER,
     REPLACED,
     Record,
     check_folder,
@@ -124,18 +125,12 @@ class Trials:
     @property
     def score_name(self) -> str:
         """Return the name of the score that settings are chosen by."""
-        return f"best {self._section.select} {self.metric}"
+        return f"final {self._section.select} {self.metric}"
 
     @property
     def target(self) -> float | None:
         """Return the value of the first metric to reach, if there is one."""
         return None
-
-    @property
-    def seeds(self) -> range:
-        """Return the seeds of every trial."""
-        first = self.experiment.train.seed
-        return range(first, first + self._section.seeds)
 
     def _job(
         self, experiment: Experiment, seed: int, folder: str, label: str, algorithm: str, *, tuning: bool = True
@@ -338,6 +333,19 @@ class Trials:
         if (held_out, seed) not in self._splits:
             self._splits[held_out, seed] = hold_out(experiment, self._loaded.train)
         return self._splits[held_out, seed]
+
+
+def tuning_seed(experiment: Experiment, number: int = 0) -> int:
+    """Return the seed of a tuning run: they count down from `train.seed`, because reported runs count up from it."""
+    return int(experiment.train.seed) - 1 - number
+
+
+def tuned_on_a_reported_seed(folder: Path, seed: int) -> BadInput:
+    """Return the error for tuning runs of an earlier version, which had the first seed of the final runs."""
+    return BadInput(
+        f"an earlier version of lamina tuned in '{folder}' on seed {seed}, which is reported: {CHOOSE_ANOTHER}; "
+        "lamina report still shows its runs"
+    )
 
 
 def mark_replaced(folder: Path, section: Compare | Tune) -> None:

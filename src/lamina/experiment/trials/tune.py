@@ -1,8 +1,8 @@
 """Tune an experiment: try values of its keys, each as an ordinary run, and keep what scores best.
 
 The values are a grid (the file's own or a paper's, by name), whose runs train side by side as populations, or
-Optuna proposes them (`study.py`). The score is the best value of a run's first metric (accuracy, or the
-loss), on held-out *training* data unless ``tune.select = "test"``, and the mean over seeds decides.
+Optuna proposes them (`study.py`). The score is the final value of a run's first metric (accuracy, or the loss), its
+mean over the last ten rounds, on held-out *training* data unless ``tune.select = "test"``. The mean over seeds decides.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lamina.experiment.toml import as_toml, fits_any_data, set_keys
 from lamina.experiment.trials.settings import Grid, Range, Settings, folder_name, points, written
 from lamina.experiment.trials.study import Study, find_space, remove_study
 from lamina.experiment.trials.trial import Trial, read_begun, refuse_nan
-from lamina.experiment.trials.trials import WAIT_S, Job, Trials
+from lamina.experiment.trials.trials import WAIT_S, Job, Trials, tuned_on_a_reported_seed, tuning_seed
 from lamina.storage.files import as_json, write_csv, write_json, writing_to
 from lamina.training.history import Row, mean
 from lamina.training.metrics import smaller_is_better
@@ -140,6 +140,11 @@ class Tuning(Trials):
         return list(self.space)
 
     @property
+    def seeds(self) -> list[int]:
+        """Return the seeds of every trial."""
+        return [tuning_seed(self.experiment, number) for number in range(self.spec.seeds)]
+
+    @property
     def count(self) -> int:
         """Return how many trials there are in the end."""
         return len(self._points) or self.spec.trials
@@ -233,6 +238,9 @@ class Tuning(Trials):
             write_json(self.folder / "config.json", self._config)
             (self.folder / REPLACED).unlink()
             return
+        reported = self.experiment.train.seed
+        if any(self.folder.glob(f"*/seed{reported}/metrics.jsonl")):
+            raise tuned_on_a_reported_seed(self.folder, reported)
         has_runs = self._study is not None or any(self.folder.glob("*/seed*/metrics.jsonl"))
         if has_runs and is_ours(self.folder):
             stored = read_json(self.folder / "config.json")
@@ -312,19 +320,19 @@ class Tuning(Trials):
 
     @property
     def _columns(self) -> tuple[str, str]:
-        """Return the names of the columns that hold a trial's best and last value."""
-        return self.score_name.replace(" ", "_"), f"last_{self.spec.select}_{self.metric}"
+        """Return the names of the columns that hold a trial's final and best value."""
+        return self.score_name.replace(" ", "_"), f"best_{self.spec.select}_{self.metric}"
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for every trial: its values, its scores, and how it ended."""
-        score, last = self._columns
+        score, best = self._columns
         return [
             {
                 "trial": trial.name,
                 **{key: trial.settings.get(key, "") for key in self.keys},
                 "seeds": len(trial.records),
-                score: mean(trial.best) if trial.best else "",
-                last: mean(trial.last) if trial.last else "",
+                score: mean(trial.final) if trial.final else "",
+                best: mean(trial.best) if trial.best else "",
                 "remark": "chosen" if trial is self.best else trial.remark,
             }
             for trial in self.trials
