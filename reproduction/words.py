@@ -2,76 +2,65 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from collect import called
-from record import Result
 
-from lamina.experiment.trials import reproduction
-from lamina.experiment.trials.claims import named_in, written
+from lamina.experiment.config import Claim
+from lamina.experiment.trials import claims
+from lamina.experiment.trials.claims import Finding
 from lamina.report.tables import NONE
 
-JUDGED = ("reproduced", "partly", "not reproduced", "tie", "not comparable", "holds", "holds in part", "does not hold")
-DIVERGED = "†"
-NEVER = "*never*: not within the rounds that were run, which may be fewer than the paper's."
-VERDICTS = {
-    **{verdict: verdict for verdict in ("reproduced", "partly", "not reproduced", "tie", "not comparable")},
-    "holds": "reproduced",
-    "holds in part": "partly",
-    "does not hold": "not reproduced",
-    "not run": "not finished",
-    "none": "none (small version)",
-}
+README, OURS = "the simulator's README", "our own"  # sources of claims that are not a paper's
+SOURCES = (README, OURS)
+OUR_VERDICTS = {"reproduced": "holds", "partly": "holds in part", "not reproduced": "does not hold"}
+RULE = """A claim is split into pairs ("this method is better than that one"). The difference of a pair is the mean over
+the seeds that both methods have, with its 95 % interval (Student's t). With the same seed, methods share initial
+weights, clients and batches, so differences are taken seed by seed. An accuracy is the mean of the last ten rounds, and
+a round to a target is the first from which the mean of five rounds stays there until the end, unless a claim says
+otherwise.
+
+- A pair is *right* or *wrong* by its sign, and a *tie* if the interval includes 0; one seed has no interval, only a
+  sign. A claim of size is right if the mean difference is as large, or as small, as claimed; the page says if the
+  interval leaves it open.
+- A pair is *not comparable* if runs are shorter than the claim needs or not equally long, if one is dead (its accuracy
+  never changes) or untuned, if survival decides because one diverged, or if both reach a target within 3 rounds.
+- A claim is *reproduced* if all pairs are right and *partly* reproduced if some are. Without a right pair it is *not
+  reproduced* if one is wrong, else a *tie* if one is a tie, else *not comparable*.
+- An accuracy after all rounds of a paper is not compared with a run of less than half as many.
+
+Claims of our own, which are in no paper, *hold* or *do not hold*."""
 
 
-def verdict(claim: Mapping[str, Any]) -> str:
+def source(claim: Claim) -> str:
+    """Return whose claim it is; empty: the paper's."""
+    if claim.text.endswith("(ours)"):
+        return OURS
+    return README if "README" in claim.text else ""
+
+
+def verdict(finding: Finding) -> str:
     """Return a verdict in the words of the pages; our own claims hold or do not hold."""
-    judged = claim["verdict"] in JUDGED
-    return str(claim["verdict"]) if judged and ours(claim) else VERDICTS[claim["verdict"]]
+    return OUR_VERDICTS.get(finding.verdict, finding.verdict) if source(finding.claim) == OURS else finding.verdict
 
 
-def of_pairs(claim: Mapping[str, Any]) -> str:
-    """Return how many of a claim's pairs hold, and how many of these in every seed."""
-    if claim["verdict"] not in JUDGED:
-        return ""
-    right, weak = claim["pairs"] - len(claim["wrong"]), len(claim["weak"])
-    counts = [f"{right} of {claim['pairs']}"] if claim["pairs"] > 1 else []
-    counts += [f"{right - weak} in every seed" if claim["pairs"] > 1 else "not in every seed"] if weak else []
-    return f" ({', '.join(counts)})" if counts else ""
+def counted() -> list[str]:
+    """Return all verdicts in the order of the tables."""
+    paper = [str(word) for word in get_args(claims.Verdict)]
+    return [*paper, *OUR_VERDICTS.values()]
 
 
-def marks(result: Result, claim: Mapping[str, Any]) -> str:
-    """Return the marks of a verdict: other settings, diverged runs."""
-    settings = " \\*" if result.facts["sets"] else ""
-    for label in claim["here"]:
-        for algorithm, variant in named_in(label):
-            methods = result.facts["variants"].get(variant or reproduction.FOLDER_AS_GIVEN, {}).get("methods", {})
-            if methods.get(algorithm, {}).get("diverged"):
-                return f"{settings} {DIVERGED}"
-    return settings
+def number(value: float | None, *, rounds: bool = True, of: int = 0) -> str:
+    """Return a claim's number as text; a target that is not reached names the rounds that were run, if known.
 
-
-def ours(claim: Mapping[str, Any]) -> bool:
-    """Return whether a claim is our own."""
-    return str(claim["text"]).endswith("(ours)")
-
-
-def unreached(claim: Mapping[str, Any]) -> bool:
-    """Return whether one of our runs ended before it reached a claim's target."""
-    return claim["target"] is not None and math.inf in map(float, claim["here"].values())
-
-
-def numbers(labelled: Mapping[str, Any], *, rounds: bool = True) -> str:
-    """Return labelled numbers in one line."""
-    return ", ".join(f"{named(label)}: {number(value, rounds=rounds)}" for label, value in labelled.items())
-
-
-def number(value: Any, *, rounds: bool = True) -> str:
-    """Return a claim's number as text; JSON stores non-finite numbers as text."""
-    return NONE if value in (None, "nan") else written(float(value), rounds=rounds)
+    >>> number(598.0), number(float("inf"), of=300), number(float("inf")), number(None)
+    ('598', 'not within 300', 'never', '–')
+    """
+    if value is None or value != value:
+        return NONE
+    return claims.written(value, rounds=rounds, never=f"not within {of}" if of else "never")
 
 
 def named(label: str) -> str:

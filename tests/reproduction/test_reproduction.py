@@ -29,11 +29,14 @@ from lamina.storage.files import as_json
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "reproduction"))  # as a script there has it
 
+import appendix  # noqa: E402
 import collect  # noqa: E402
 import figures  # noqa: E402
 import page  # noqa: E402
 import record  # noqa: E402
-import section  # noqa: E402
+import words  # noqa: E402
+
+import report  # noqa: E402
 
 PAPERS = reproduction.papers()
 TOML = """# Somebody 2020, Table 1: digits, after a * and a |.
@@ -83,8 +86,7 @@ at = "last"
 lower_is_better = true
 """
 NOTES = {
-    "overall": "In all, small.",
-    "sitting": [{"date": "2020-01-01", "machine": "a desk", "seconds": 7, "what": "digits"}],
+    "session": [{"date": "2020-01-01", "machine": "a desk", "seconds": 7, "what": "digits"}],
     "notes": {"mine": ["It is only digits."], "other": ["No data."]},
 }
 
@@ -118,6 +120,11 @@ def collected(runs, presets, tmp_path):
     results = page.read_results(tmp_path / "results")
     facts = json.loads((tmp_path / "results" / "mine" / "facts.json").read_text())
     return said, facts, "\n".join(page.make(results, presets, NOTES).values())
+
+
+def verdict_of(text, claim):
+    """The verdict on a claim, given by the start of its text."""
+    return re.search(rf"### {claim}.*\n\n\*\*(.*?)\*\*", text).group(1)
 
 
 def metrics(folder):
@@ -192,30 +199,33 @@ def test_the_page_says_what_the_runs_say(runs, presets, tmp_path):
     margins = [12.706 * statistics.stdev(lead) / math.sqrt(2) for lead in leads]
     pairs = [statistics.fmean(lead) > margin for lead, margin in zip(leads, margins, strict=True)]
     word = "reproduced" if all(pairs) else "partly" if any(pairs) else "tie"
-    claim = "FedAvg is better, the more so the longer (accuracy, %, last 2 of 2 rounds)"
-    paper, ours, verdict = cells(text, "[`mine`](#mine)", claim)
-    assert paper == "FedAvg (Fed-SGD): 99.5, Fed-LAMB: 98, Fed-LAMB short: 97.25"
-    means = [statistics.fmean(seeds) for seeds in early.values()]
-    assert [float(number) for number in re.findall(r": ([\d.]+)", ours)] == pytest.approx(means, rel=1e-3)
-    assert verdict.startswith(f"{word} ({sum(pairs)} of 2")
-    assert f"Verdict: **{word}** ({sum(pairs)} of 2 pairs" in text
-    paper, ours, verdict = cells(text, "[`mine`](#mine)", "neither gets there (rounds until accuracy stays at 0.999)")
-    assert (paper, verdict) == ("FedAvg (Fed-SGD): 7, Fed-LAMB: never", "tie")
-    assert ours == "FedAvg (Fed-SGD): never, Fed-LAMB: never"
-    assert text.count(page.NEVER) == 2  # in the summary, and under the one claim that is about it
-    paper, _, verdict = cells(text, "[`mine`](#mine)", "Fed-LAMB's clients stay closer (consistency, last)")
-    assert paper == "Fed-LAMB \\< FedAvg (Fed-SGD); no numbers"
-    assert verdict in ("reproduced", "not reproduced", "tie")
+    assert verdict_of(text, "FedAvg is better, the more so the longer") == word
+    claim = text[text.index("### FedAvg is better") :]
+    for label, seeds in early.items():
+        paper, ours = cells(claim, label)
+        assert paper == {"FedAvg (Fed-SGD)": "99.5", "Fed-LAMB": "98", "Fed-LAMB short": "97.25"}[label]
+        assert float(ours) == pytest.approx(statistics.fmean(seeds), rel=1e-3)
+    for lead, margin, other in zip(leads, margins, list(early)[1:], strict=True):
+        numbers = re.findall(r"[+-][\d.e-]+", cells(claim, f"FedAvg (Fed-SGD) / {other}")[0])
+        mean = statistics.fmean(lead)
+        assert [*map(float, numbers)] == pytest.approx([mean, mean - margin, mean + margin], rel=1e-2, abs=1e-2)
+    assert verdict_of(text, "neither gets there") == "tie"
+    claim = text[text.index("### neither gets there") :]
+    assert cells(claim, "FedAvg (Fed-SGD)") == ["7", "not within 4", "not within 4", "–"]
+    found = [verdict_of(text, start) for start in ("FedAvg is better", "neither gets there", "Fed-LAMB's clients")]
+    counts = ", ".join(f"{found.count(one)} {one}" for one in words.counted() if one in found)
+    assert cells(text, "[`mine`](appendix/mine.md)") == [counts, "", ""]
+    row = cells(text, "Other experiments")
+    assert row[:2] == ["3", "3"]
+    assert sorted(map(int, row[2:])) == sorted(found.count(one) for one in set(found))
     assert f"{facts['seconds']:,.0f} CPU seconds" in text
     listed = "(listed in `reproduction/results/mine/*/tuning.csv`)"
     assert f"6 final runs of 4 or 2 rounds; 2 tuning runs of 4 rounds, on held-out training data {listed}; " in text
     assert "```sh\nlamina reproduce mine\n```" in text
     assert "Somebody 2020, Table 1: digits, after a \\* and a \\|. Protocol: none." in text
-    assert "- It is only digits." in text
+    assert "## Notes\n\nIt is only digits.\n" in text
     assert "| 2020-01-01 | a desk | 7 | digits |" in text
-    assert "## Not run yet\n\n- `other`: No data.\n" in text
-    assert "```{toctree}\n:hidden:\n\nother\n```" in text
-    assert cells(text, "[`mine`](other.md#mine)", claim)[0].startswith(word)  # the index has the same verdict
+    assert "## Not run\n\n- `other`: No data.\n" in text
 
 
 def test_the_record_of_a_claim_has_the_pairs_that_are_not_right():
@@ -294,7 +304,8 @@ def test_a_long_comparison_keeps_every_accuracy_but_fewer_of_the_other_values(ru
 def test_a_long_comparison_keeps_fewer_rounds_but_the_best_and_the_last(runs, presets, tmp_path, monkeypatch):
     monkeypatch.setattr(collect, "LARGE", 700)
     monkeypatch.setattr(collect, "LAST_ROUNDS", 2)
-    monkeypatch.setattr(section, "LAST_ROUNDS", 2)
+    monkeypatch.setattr(appendix, "LAST_ROUNDS", 2)
+    monkeypatch.setattr("lamina.training.history.LAST_ROUNDS", 2)
     _, facts, text = collected(runs / "full", presets, tmp_path)
     every = facts["variants"]["as-given"]["every"]
     assert every > 1
@@ -340,10 +351,12 @@ def test_what_is_not_finished_says_so(runs, presets, tmp_path):
     assert not (tmp_path / "results/mine/claims.json").exists()
     assert {claim["verdict"] for claim in facts["claims"]} == {"not run"}
     assert "**Not finished.** Missing: as-given: fedlamb, seed 1: 3 of 4 rounds; short was not begun." in text
-    assert cells(text, "not finished") == ["[`mine`](other.md#mine)"]
+    assert cells(text, "not finished") == ["[`mine`](appendix/mine.md)"]
     assert cells(text, "Fed-LAMB")[1] == "1"  # the seed that has ended
-    ours, verdict = cells(text, "[`mine`](#mine)", "neither gets there (rounds until accuracy stays at 0.999)")[1:]
-    assert (ours, verdict) == ("FedAvg (Fed-SGD): never, Fed-LAMB: –", "not finished")
+    assert verdict_of(text, "neither gets there") == "not run"
+    there = text[text.index("### neither gets there") :]
+    assert cells(there, "FedAvg (Fed-SGD)")[:2] == ["7", "not within 4"]
+    assert cells(there, "Fed-LAMB")[:2] == ["never", "–"]
     # the whole one takes its place, and is not replaced by less
     assert collect.collect(runs / "full", tmp_path / "results", presets) == ["mine: complete"]
     assert "left as it was" in collect.collect(tmp_path / "runs", tmp_path / "results", presets)[0]
@@ -356,7 +369,7 @@ def test_claims_of_other_runs_are_not_believed(runs, presets, tmp_path):
     file.write_text(file.read_text().replace('"outcome": "tie"', '"outcome": "right"'))
     _, facts, text = collected(tmp_path / "runs", presets, tmp_path)
     assert facts["missing"] == ["claims.json is not there, or not of these runs: start lamina reproduce again"]
-    assert cells(text, "[`mine`](#mine)", "neither gets there (rounds until accuracy stays at 0.999)")[2] == "tie"
+    assert verdict_of(text, "neither gets there") == "tie"
 
 
 def test_who_diverged_is_counted(runs, presets, tmp_path):
@@ -368,9 +381,6 @@ def test_who_diverged_is_counted(runs, presets, tmp_path):
     assert facts["diverged_runs"] == 1
     assert cells(text, "Fed-LAMB")[1] == "2, 1 diverged"
     assert "; 1 diverged;" in text
-    marked = [line.rstrip(" |")[-1] == "†" for line in text.splitlines() if line.startswith("| [`mine`](#mine) |")]
-    assert marked == [True, True, True]  # all three claims are about Fed-LAMB
-    assert "† a final run of one of these methods diverged" in text
     assert facts["variants"]["as-given"]["methods"]["fedlamb"]["diverged"] == ["seed 0: a NaN in round 1"]
     assert figures.save_figures(page.read_results(tmp_path / "results"), tmp_path / "figures")
 
@@ -381,10 +391,7 @@ def test_a_small_version_has_no_verdict(runs, presets, tmp_path):
     assert (facts["scale"], facts["sets"]) == ("small", {})
     assert "lamina reproduce mine --scale small" in text
     assert "says nothing about the paper" in text
-    assert (
-        cells(text, "[`mine`](#mine)", "neither gets there (rounds until accuracy stays at 0.999)")[2]
-        == "none (small version)"
-    )
+    assert "## Claims" not in text
 
 
 def test_other_settings_than_the_presets_are_named(runs, presets, tmp_path):
@@ -392,8 +399,7 @@ def test_other_settings_than_the_presets_are_named(runs, presets, tmp_path):
     assert facts["sets"] == {"train.clip": 5.0, "compare.seeds": 1, "compare.grid.fedavg.lr": [0.1]}
     line = "lamina reproduce mine --set train.clip=5.0 --set compare.seeds=1 --set 'compare.grid.fedavg.lr=[0.1]'"
     assert line in text
-    assert cells(text, "[`mine`](#mine)", "neither gets there (rounds until accuracy stays at 0.999)")[2] == "tie \\*"
-    assert "\\* run with other settings than the preset has now" in text
+    assert "The experiment was run with the settings in the command" in text
     assert "±" not in cells(text, "Fed-LAMB")[2]  # one seed
     config = json.loads((tmp_path / "results/mine/as-given/config.json").read_text())
     assert (config["data"]["dir"], config["run"]["out"]) == (None, None)
@@ -437,15 +443,15 @@ def test_folders_that_are_no_reproduction(runs, presets, tmp_path):
     said = collect.collect(tmp_path / "runs" / "mine", tmp_path / "results", presets)
     assert said == ["as-given: left out, it is part of 'mine': give the folder that holds it"]
     assert page.read_results(tmp_path / "results") == []
-    (text,) = page.make([], presets, {"overall": "", "sitting": [], "notes": {}}).values()
+    (text,) = page.make([], presets, {"session": [], "notes": {}}).values()
     assert "Nothing has been run yet." in text
     assert "- `mine`\n- `other`" in text
     with pytest.raises(BadInput, match="did you mean 'mine'"):
-        page.make([], presets, {"overall": "", "sitting": [], "notes": {"mime": ["…"]}})
+        page.make([], presets, {"session": [], "notes": {"mime": ["…"]}})
 
 
 def test_the_scripts_examples_are_true():
-    for script in (collect, page, figures, section):
+    for script in (collect, page, figures, appendix, words, report):
         tried = doctest.testmod(script)
         assert tried.attempted
         assert not tried.failed

@@ -10,9 +10,10 @@ import pytest
 from PIL import Image
 
 from helpers import cells
-from lamina import algorithms
-from lamina.experiment.config import load
+from lamina import BadInput, algorithms
+from lamina.experiment.config import Claim, load
 from lamina.experiment.trials import claims, reproduction
+from lamina.experiment.trials.pairs import Difference
 from lamina.report.figures import described
 from lamina.training.history import History
 from lamina.training.metrics import DIAGNOSTICS
@@ -20,29 +21,41 @@ from lamina.training.metrics import DIAGNOSTICS
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "reproduction"))  # as a script there has it
 
+import appendix  # noqa: E402
 import figures  # noqa: E402
 import page  # noqa: E402
-import section  # noqa: E402
 import words  # noqa: E402
 from record import labelled  # noqa: E402
+
+import report  # noqa: E402
 
 PAPERS = reproduction.papers()
 
 
-def test_pairs_that_are_not_so_in_every_seed_are_said():
-    claim = {
-        "text": "a", "expected": "b", "unit": "c", "target": None, "paper": {}, "here": {"fedavg": 1.0, "mime": 0.5},
-        "verdict": "holds", "pairs": 3, "wrong": [], "weak": [],
-    }  # fmt: skip
-    assert page.of_pairs(claim) == " (3 of 3)"
-    assert "(3 of 3 pairs)" in section.claim_table(claim)
-    some = claim | {"weak": [["fedavg", "mime"]], "wrong": [["mime", "fedavg"]]}
-    assert page.of_pairs(some) == " (2 of 3, 1 in every seed)"
-    told = "(2 of 3 pairs; not Mime / FedAvg (Fed-SGD); not in every seed FedAvg (Fed-SGD) / Mime)"
-    assert told in section.claim_table(some)
-    assert page.of_pairs(some | {"pairs": 1, "wrong": []}) == " (not in every seed)"
-    assert page.of_pairs(some | {"verdict": "not run"}) == ""
-    assert "never" not in section.claim_table(claim)
+def finding(text="it works", *, outcome="right", target=None, paper=None, values=None, rounds=0):
+    """A claim that FedAvg is above Mime, with one pair."""
+    kind = "order" if target is None else "rounds_to"
+    claim = Claim(text=text, kind=kind, expect=["fedavg", "mime"], target=target, paper=paper or {})
+    pair = claims.Pair("fedavg", "mime", outcome, Difference(0.012, 0.009, 3), "by a little")
+    return claims.Finding(claim, values or {"fedavg": 0.5, "mime": 0.4}, [pair], rounds=rounds)
+
+
+def test_a_claim_has_its_verdict_seeds_and_intervals():
+    text = appendix.claim_tables(page.Result("mine", {}, {}), finding(paper={"fedavg": 51.5}))
+    assert "### it works\n\n**reproduced** (3 seeds). Expected: FedAvg (Fed-SGD) > Mime." in text
+    assert cells(text, "FedAvg (Fed-SGD)") == ["51.5", "50"]
+    assert cells(text, "Mime") == ["–", "40"]
+    assert cells(text, "FedAvg (Fed-SGD) / Mime") == ["+1.2 [+0.3, +2.1]", "right: by a little"]
+
+
+def test_a_claim_about_rounds_has_the_first_touch_and_the_megabytes():
+    rows = [{"round": r, "accuracy": 0.5, "bytes_down": 1.5e6, "bytes_up": 0.5e6} for r in (1, 2)]
+    result = page.Result("mine", {}, {("as-given", "fedavg"): [History(rows)]})
+    claim = finding(target=0.7, values={"fedavg": 30.0, "mime": math.inf}, rounds=50)
+    claim.touches.update(fedavg=20.0, mime=45.0)
+    text = appendix.claim_tables(result, claim)
+    assert cells(text, "FedAvg (Fed-SGD)") == ["–", "30", "20", "60"]
+    assert cells(text, "Mime") == ["–", "not within 50", "45", "–"]
 
 
 @pytest.mark.parametrize(("variants", "folder"), [(["as-given"], "as-given"), (["as-given", "E=2"], "*")])
@@ -56,7 +69,7 @@ def test_the_files_that_list_tuning_runs_are_named(runs, variants, folder):
     listed = f"listed in `reproduction/results/mine/{folder}/tuning.csv`"
     tuning = f"3 tuning runs of 5 rounds, on held-out training data ({listed})"
     expected = f"10 final runs of 9 rounds; {tuning if runs else 'no tuning runs'}; 7 GPU seconds; H200, bf16."
-    assert section.cost(page.Result("mine", facts, {})) == expected
+    assert appendix.cost(page.Result("mine", facts, {})) == expected
 
 
 def test_costs_are_in_multiples_of_fedavgs():
@@ -74,65 +87,48 @@ def test_costs_are_in_multiples_of_fedavgs():
         ("as-given", "fedcm"): [History([])],
     }
     result = page.Result("mine", {}, histories)
-    claim = {"target": 0.7, "paper": {"fedavg": 94, "fedlada": 44.6}, "here": {"fedavg": 3.0, "fedlada": 2.0}}
-    text = section.cost_to_target(result, claim)
+    paper = {"fedavg": 94, "fedlada": 44.6}
+    claim = finding(target=0.7, paper=paper, values={"fedavg": 3.0, "fedlada": 2.0})
+    text = appendix.cost_to_target(result, claim)
     assert "The cost to reach 70 %" in text
     assert cells(text, "FedAvg (Fed-SGD)") == ["94", "1.00 ×", "3", "1.00 ×", "1.00 ×"]
     assert cells(text, "FedLADA") == ["44.6", "0.95 ×", "2", "1.33 ×", "1.67 ×"]  # 2*44.6/94, 2*2/3, 5*2/(2*3)
 
-    never = {"target": 0.8, "paper": {"fedavg": 536.9, "fedlada": 186.4}, "here": {"fedavg": "inf", "fedlada": 2.0}}
-    text = section.cost_to_target(result, never)
+    paper = {"fedavg": 536.9, "fedlada": 186.4}
+    never = finding(target=0.8, paper=paper, values={"fedavg": math.inf, "fedlada": 2.0}, rounds=4)
+    text = appendix.cost_to_target(result, never)
     assert "FedAvg (Fed-SGD) does not reach it in 4 rounds." in text
-    assert cells(text, "FedAvg (Fed-SGD)") == ["536.9", "1.00 ×", "never", "–", "–"]
+    assert cells(text, "FedAvg (Fed-SGD)") == ["536.9", "1.00 ×", "not within 4", "–", "–"]
     assert cells(text, "FedLADA") == ["186.4", "0.69 ×", "2", "< 1.00 ×", "< 1.25 ×"]  # less than of 4 rounds
-    nobody = {**never, "here": {"fedavg": "inf", "fedlada": "inf"}}
-    assert section.cost_to_target(result, nobody) == ""
-    assert section.cost_to_target(result, {**claim, "target": None}) == ""
-    assert section.cost_to_target(result, {**claim, "paper": {}}) == ""
+    nobody = finding(target=0.8, paper=paper, values={"fedavg": math.inf, "fedlada": math.inf})
+    assert appendix.cost_to_target(result, nobody) == ""
+    assert appendix.cost_to_target(result, finding(paper=paper, values={"fedavg": 3.0})) == ""
+    assert appendix.cost_to_target(result, finding(target=0.7, values={"fedavg": 3.0})) == ""
 
 
 def test_costs_of_what_is_not_finished_are_left_out():
     row = {"round": 1, "accuracy": 0.7, "bytes_down": 2.0, "bytes_up": 2.0}
     begun = {("as-given", "fedavg"): [History([row])], ("as-given", "fedcm"): [History([])]}
-    claim = {"target": 0.7, "paper": {"fedavg": 94, "fedcm": 71.5, "fedlada": 44.6}}
-    some = {**claim, "here": {"fedavg": 1.0, "fedcm": "nan", "fedlada": "nan"}}
-    text = section.cost_to_target(page.Result("mine", {}, begun), some)
+    paper = {"fedavg": 94, "fedcm": 71.5, "fedlada": 44.6}
+    some = finding(target=0.7, paper=paper, values={"fedavg": 1.0, "fedcm": math.nan, "fedlada": math.nan})
+    text = appendix.cost_to_target(page.Result("mine", {}, begun), some)
     assert cells(text, "FedAvg (Fed-SGD)") == ["94", "1.00 ×", "1", "1.00 ×", "1.00 ×"]
     assert "FedCM" not in text
     assert "FedLADA |" not in text
-    none = {**claim, "here": {"fedavg": "nan", "fedcm": "nan", "fedlada": "nan"}}
-    assert section.cost_to_target(page.Result("mine", {}, begun), none) == ""
-    assert section.cost_to_target(page.Result("mine", {}, {}), none) == ""
+    none = finding(target=0.7, paper=paper, values=dict.fromkeys(paper, math.nan))
+    assert appendix.cost_to_target(page.Result("mine", {}, begun), none) == ""
+    assert appendix.cost_to_target(page.Result("mine", {}, {}), none) == ""
 
 
-def test_the_last_rounds_are_the_last_ten_of_which_not_all_are_measured():
-    rows = [{"round": r, "accuracy": r / 100} for r in range(1, 21)]
-    assert section.last_rounds(History(rows)) == pytest.approx(15.5)
-    some = [row if row["round"] % 4 == 0 else {"round": row["round"]} for row in rows]
-    assert section.last_rounds(History(some)) == 16
-    assert section.last_rounds(History(rows[:2])) == pytest.approx(1.5)
-    assert math.isnan(section.last_rounds(History([])))
-
-
-def test_comparisons_of_the_same_methods_are_one_table():
-    def result(name, complete=True, scale="full", **best):
-        histories = {
-            ("as-given", key): [History([{"round": 1, "accuracy": b}]) for b in bs] for key, bs in best.items()
-        }
-        return page.Result(name, {"complete": complete, "scale": scale}, histories)
-
-    two = [result("one", fedavg=[0.5, 0.7], fedlamb=[0.5, 0.6]), result("two", fedavg=[0.9], fedlamb=[0.9])]
-    others = [result("three", fedavg=[0.5]), result("four", complete=False, fedavg=[0.1], fedlamb=[0.2])]
-    others.append(result("five", scale="small", fedavg=[0.1], fedlamb=[0.2]))
-    text = page.at_a_glance([*two, *others])
-    assert cells(text, "[`one`](#one)") == ["**60.0 ± 14.1**", "55.0 ± 7.1"]
-    assert cells(text, "[`two`](#two)") == ["**90.0**", "**90.0**"]
-    assert "three" not in text
-    assert "four" not in text
-    assert "five" not in text
-    assert page.at_a_glance(two[:1]) == ""
-    many = result("six", fedavg=[0.5], fedlamb=[0.6], fedams=[0.4], mime=[0.1])  # one, but of more than a few methods
-    assert cells(page.at_a_glance([many]), "[`six`](#six)") == ["50.0", "**60.0**", "40.0", "10.0"]
+def test_claims_are_counted_by_whose_they_are():
+    texts = {"lamb-a": ["one", "two (ours)"], "lada-b": ["the README's order", "one", "one"]}
+    text = page.verdicts({preset: [finding(one) for one in of_preset] for preset, of_preset in texts.items()})
+    assert cells(text, page.PAPERS["lamb-"]) == ["1", "1", "1", "0"]
+    assert cells(text, page.PAPERS["lada-"]) == ["2", "1", "2", "0"]  # two claims with one text
+    assert cells(text, words.README) == ["1", "1", "1", "0"]
+    assert cells(text, words.OURS) == ["1", "1", "0", "1"]
+    assert cells(text, "[`lada-b`](appendix/lada-b.md)") == ["2 reproduced", "1 reproduced", ""]
+    assert cells(text, "[`lamb-a`](appendix/lamb-a.md)") == ["1 reproduced", "", "1 holds"]
 
 
 def test_many_lines_are_drawn_in_two_rows_with_a_legend_each():
@@ -219,21 +215,91 @@ def test_many_rounds_are_drawn_as_means():
 def test_what_the_notes_point_to_was_run():
     notes = page.read_notes(ROOT / "reproduction" / "notes.toml")
     run = {result.name for result in page.read_results(ROOT / "reproduction" / "results")}
-    texts = [notes["overall"], *notes["paper"].values(), *(line for lines in notes["notes"].values() for line in lines)]
+    texts = [line for lines in notes["notes"].values() for line in lines]
     named = {name for text in texts for name in re.findall(r"`([\w-]+)`", text) if name in PAPERS}
     assert len(named) > 5
     assert named <= run
 
 
-def test_what_no_paper_claims_is_not_called_reproduced():
-    assert page.verdict({"text": "it works", "verdict": "holds"}) == "reproduced"
-    assert page.verdict({"text": "it works (ours)", "verdict": "holds"}) == "holds"
-    assert page.verdict({"text": "it works (ours)", "verdict": "not run"}) == "not finished"
+@pytest.mark.parametrize(
+    ("outcome", "paper", "ours"),
+    [("right", "reproduced", "holds"), ("wrong", "not reproduced", "does not hold"), ("tie", "tie", "tie")],
+)
+def test_what_no_paper_claims_is_not_called_reproduced(outcome, paper, ours):
+    assert words.verdict(finding(outcome=outcome)) == paper
+    assert words.verdict(finding("it works (ours)", outcome=outcome)) == ours
 
 
-@pytest.mark.parametrize("value", [math.inf, 0.123456, 7, 598.0, "nan", None])
+@pytest.mark.parametrize("value", [math.inf, 0.123456, 7, 598.0, math.nan, None])
 def test_numbers_as_text(value):
     assert words.number(value) == {0.123456: "0.1235", 7: "7", 598.0: "598", math.inf: "never"}.get(value, "–")
+
+
+CENTRAL = """
+[[claim]]
+title = "it works"
+text = "It works on both."
+paper = "above"
+[[claim.rows]]
+panel = "MNIST"
+preset = "mine"
+claim = "one"
+pairs = ["fedavg / mime"]
+[[claim.rows]]
+panel = "Fashion-MNIST"
+preset = "mine"
+claim = "two"
+pairs = ["fedavg / mime"]
+
+[[claim]]
+title = "by hand"
+text = "It is linear."
+verdict = "not reproduced"
+[[claim.rows]]
+panel = "slope"
+paper = "-1"
+ours = "-0.5"
+outcome = "wrong"
+"""
+
+
+@pytest.mark.parametrize(("second", "verdict"), [("right", "reproduced"), ("tie", "partly"), ("wrong", "partly")])
+def test_a_central_claim_is_judged_by_its_pairs(tmp_path, second, verdict):
+    (tmp_path / "central.toml").write_text(CENTRAL)
+    findings = {"mine": [finding("one"), finding("two", outcome=second, paper={"fedavg": 51.5, "mime": 50})]}
+    central = report.read_central(findings, tmp_path / "central.toml")
+    assert [one.verdict for one in central] == [verdict, "not reproduced"]
+    table = report.results_table(central)
+    assert cells(table, "**1**") == ["**it works**", "", "", f"**{verdict}**"]
+    ours = "+1.2 [+0.3, +2.1] points, n = 3"
+    assert cells(table, "", "MNIST: FedAvg (Fed-SGD) / Mime") == ["above", ours, "right: by a little"]
+    assert cells(table, "", "Fashion-MNIST: FedAvg (Fed-SGD) / Mime") == ["+1.5", ours, f"{second}: by a little"]
+    assert cells(table, "", "slope") == ["-1", "-0.5", "wrong"]
+    (accuracies, rounds) = report.forest_plot(central).axes
+    assert len(accuracies.get_yticks()) == 2
+    assert len(rounds.get_yticks()) == 0
+    (tmp_path / "report.md").write_text(f"{report.CLAIMS}\n{report.RESULTS}\n")
+    text = report.report(central, tmp_path / "report.md")
+    assert text == f"1. It works on both.\n2. It is linear.\n{table}\n"
+
+
+def test_a_central_claim_that_no_preset_has_is_refused(tmp_path):
+    (tmp_path / "central.toml").write_text(CENTRAL)
+    with pytest.raises(BadInput, match=r"mine has no pairs .* of a claim 'two'"):
+        report.read_central({"mine": [finding("one")]}, tmp_path / "central.toml")
+
+
+@pytest.mark.parametrize(
+    ("claim", "paper"),
+    [
+        (finding(paper={"fedavg": 51.5, "mime": 50}), "+1.5"),
+        (finding(target=0.7, paper={"fedavg": 5, "mime": 20}), "+15"),
+        (finding(target=0.7, paper={"fedavg": 5, "mime": math.inf}), "never"),
+        (finding(paper={"fedavg": 51.5}), ""),
+    ],
+)
+def test_the_papers_difference(claim, paper):
+    assert report.papers_lead(claim.claim, claim.pairs[0]) == paper
 
 
 # --- what is committed -------------------------------------------------------------------------------------------
@@ -244,13 +310,19 @@ def test_the_committed_pages_are_made_from_the_committed_results():
     if not results:
         pytest.skip("nothing has been collected yet")
     pages = page.make(results, PAPERS, page.read_notes(ROOT / "reproduction" / "notes.toml"))
-    assert {file.name for file in page.PAGES.glob("*.md")} == {*pages, "speed-up.md"}
+    written_by_hand = {"speed-up.md", "toy.md"}
+    there = {str(file.relative_to(page.PAGES)) for file in page.PAGES.rglob("*.md")}
+    central = report.read_central({one.name: page.findings_of(one, PAPERS) for one in results})
+    pages["report.md"] = report.report(central)
+    assert there == {*pages, *written_by_hand}
     for name, text in pages.items():
         assert (page.PAGES / name).read_text(encoding="utf-8") == text, "run python reproduction/page.py"
-    folder = page.PAGES / page.FIGURES
+    folder = page.PAGES / "figures"
     shown = [one for one in results if figures.drawn(one)]
-    assert {file.stem for file in folder.glob("*.png")} == {one.name for one in shown}
+    assert {file.stem for file in folder.glob("*.png")} == {"report", *(one.name for one in shown)}
     for one in shown:
         with Image.open(folder / f"{one.name}.png") as image:
             assert image.info[figures.DRAWN_FROM] == one.digest, f"{one.name}.png: run python reproduction/page.py"
+    with Image.open(folder / "report.png") as image:
+        assert image.info[figures.DRAWN_FROM] == report.digest(central), "run python reproduction/page.py"
     assert all(file.stat().st_size < 120_000 for file in folder.glob("*.png"))  # the largest, of four panels: 90 kB

@@ -56,4 +56,4 @@ def test_the_measures_by_hand():
 
 def test_the_page_has_the_table():
     assert toy.PICTURE.is_file()
-    assert toy.table(toy.draw_problems()).strip() in page.read_notes(page.HERE / "notes.toml")["paper"]["fedlada"]
+    assert toy.table(toy.draw_problems()).strip() in (page.PAGES / "toy.md").read_text(encoding="utf-8")

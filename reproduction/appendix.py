@@ -1,35 +1,32 @@
-"""The section of one preset: what was run, what came out, and what that says about the paper's claims."""
+"""The page of one preset: what was run, what came out, and what that says about the paper's claims."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from collect import LAST_ROUNDS
+from collect import expected
 from figures import drawn, metrics_of, window_of
 from record import Result, labelled
-from words import JUDGED, NEVER, amount, either, escaped, markdown, named, number, shortened, spent, unreached, verdict
+from words import amount, either, escaped, markdown, named, number, shortened, spent, verdict
 
 from lamina import algorithms
 from lamina.experiment.toml import complete_text
 from lamina.experiment.trials import reproduction
+from lamina.experiment.trials.claims import Finding, in_per_cent, unit, written_lead, written_outcome
 from lamina.experiment.trials.settings import shown
 from lamina.report.tables import NONE, mean_and_spread, significant
-from lamina.training.history import History, values
+from lamina.training.history import LAST_ROUNDS, History, mean, values
 from lamina.training.metrics import is_percent
 
-FIGURES = Path("figures")  # below the folder of the pages
 
-
-def section(result: Result, presets: Mapping[str, Path], notes: Sequence[str]) -> str:
-    """Return the section of a preset: description, command, cost, table, figure, claims and notes."""
+def preset_page(result: Result, findings: Sequence[Finding], presets: Mapping[str, Path], notes: Sequence[str]) -> str:
+    """Return the page of a preset: description, command, cost, table, figure, claims and notes."""
     facts = result.facts
-    parts = [f"## {result.name}"]
+    parts = [f"# {result.name}", "[The index](../index.md#words-on-these-pages) explains the words on this page."]
     if result.name in presets:
         parts.append(about(presets[result.name]))
     parts.append(f"```sh\n{command(result)}\n```")
@@ -45,15 +42,15 @@ def section(result: Result, presets: Mapping[str, Path], notes: Sequence[str]) -
     parts.append(cost(result))
     parts.append(results_table(result))
     if drawn(result):
-        parts.append(f"![{result.name}: {' and '.join(metrics_of(result))} over rounds]({FIGURES}/{result.name}.png)")
+        parts.append(f"![{result.name}: {' and '.join(metrics_of(result))} over rounds](../figures/{result.name}.png)")
         window = window_of(result)
-        parts[-1] += (
-            f"\n\nEach point of the figure is the mean of what was measured in {window} rounds." if window > 1 else ""
-        )
-    parts += [claim_table(claim) for claim in facts["claims"]]
-    parts += filter(None, (cost_to_target(result, claim) for claim in facts["claims"]))
+        if window > 1:
+            parts.append(f"Each point of the figure is the mean of what was measured in {window} rounds.")
+    if findings:
+        parts += ["## Claims", *(claim_tables(result, finding) for finding in findings)]
+        parts += filter(None, (cost_to_target(result, finding) for finding in findings))
     if notes:
-        parts.append("\n".join(f"- {note.strip()}" for note in notes))
+        parts += ["## Notes", *(note.strip() for note in notes)]
     return "\n\n".join(parts)
 
 
@@ -120,7 +117,7 @@ def results_table(result: Result) -> str:
         diverged = f", {len(method['diverged'])} diverged" if method["diverged"] else ""
         row = [escaped(labelled(name, variant)), ", ".join(settings), f"{len(histories)}{diverged}"]
         row.append(mean_and_spread(values(histories, lambda history: 100 * history.best(optional=True))))
-        row.append(mean_and_spread(values(histories, last_rounds)))
+        row.append(mean_and_spread(values(histories, lambda history: 100 * history.final(optional=True))))
         row.append(mean_and_spread(values(histories, lambda history: 100 * history.last(optional=True))))
         for other in others:
             scale = 100 if is_percent(other) else 1
@@ -136,37 +133,49 @@ def results_table(result: Result) -> str:
     return markdown(head, rows) + ("\n\nMean ± standard deviation over seeds." if several else "")
 
 
-def last_rounds(history: History) -> float:
-    """Return the mean accuracy of the last rounds, of those where it was measured, in per cent."""
-    kept = [row["accuracy"] for row in history[-LAST_ROUNDS:] if not math.isnan(row.get("accuracy", math.nan))]
-    return 100 * statistics.fmean(kept) if kept else math.nan
+def claim_tables(result: Result, finding: Finding) -> str:
+    """Return a claim with its verdict, a table of the paper's numbers beside ours, and one of its pairs."""
+    claim, labels = finding.claim, dict.fromkeys([*finding.values, *finding.claim.paper])
+    rounds = claim.target is not None
+    rows = []
+    for label in labels:
+        here = finding.values.get(label, math.nan)
+        row = [named(label), number(claim.paper.get(label)), number(in_per_cent(claim, here), rounds=rounds)]
+        if rounds:
+            row[2:] = [number(here, of=finding.rounds), number(finding.touches.get(label), of=finding.rounds)]
+            row.append(megabytes(result, label, here))
+        rows.append(row)
+    head = [unit(claim), "paper", "ours", *(["first touch", "MB until it stays"] if rounds else [])]
+    seeds = f" ({amount(finding.seeds, 'seed')})" if finding.seeds else ""
+    parts = [
+        f"### {escaped(claim.text)}",
+        f"**{verdict(finding)}**{seeds}. Expected: {escaped(expected(claim))}.",
+        markdown(head, rows),
+    ]
+    if finding.pairs:
+        lead = "rounds saved" if rounds else "lead, points" if in_per_cent(claim, 1) != 1 else "lead"
+        pairs = [
+            [f"{named(pair.better)} / {named(pair.worse)}", written_lead(claim, pair), written_outcome(pair)]
+            for pair in finding.pairs
+        ]
+        parts.append(markdown(["pair", f"{lead} [95 % interval]", "outcome"], pairs))
+    return "\n\n".join(parts)
 
 
-def claim_table(claim: Mapping[str, Any]) -> str:
-    """Return a claim with its verdict, and a table of the paper's numbers beside ours."""
-    labels = dict.fromkeys([*claim["here"], *claim["paper"]])
-    rounds = claim["target"] is not None
-    here = {label: number(value, rounds=rounds) for label, value in claim["here"].items()}
-    rows = [[named(label), number(claim["paper"].get(label)), here.get(label, NONE)] for label in labels]
-    judgement = f"**{verdict(claim)}**"
-    if claim["verdict"] in JUDGED:
-        judgement += f" ({claim['pairs'] - len(claim['wrong'])} of {amount(claim['pairs'], 'pair')}"
-        for what, pairs in (("not", claim["wrong"]), ("not in every seed", claim["weak"])):
-            listed = ", ".join(f"{named(better)} / {named(worse)}" for better, worse in pairs)
-            judgement += f"; {what} {listed}" if pairs else ""
-        judgement += ")"
-    text = f"Claim: {escaped(claim['text'])}. Expected: {escaped(claim['expected'])}. Verdict: {judgement}\n\n"
-    text += markdown([claim["unit"], "paper", "ours"], rows)
-    return text + (f"\n\n{NEVER}" if unreached(claim) else "")
+def megabytes(result: Result, label: str, rounds: float) -> str:
+    """Return the megabytes that one method sends in both directions in some rounds."""
+    name, _, variant = label.partition("@")
+    histories = result.histories.get((variant or reproduction.FOLDER_AS_GIVEN, name), [])
+    return f"{rounds * bytes_of_a_round(histories) / 1e6:,.0f}" if math.isfinite(rounds) and any(histories) else NONE
 
 
-def cost_to_target(result: Result, claim: Mapping[str, Any], baseline: str = "fedavg") -> str:
+def cost_to_target(result: Result, finding: Finding, baseline: str = "fedavg") -> str:
     """Return the cost to reach a claim's target in multiples of the baseline's, as in FedLADA's Table 12."""
-    as_given = reproduction.FOLDER_AS_GIVEN
+    as_given, claim = reproduction.FOLDER_AS_GIVEN, finding.claim
     runs = {name: histories for (variant, name), histories in result.histories.items() if variant == as_given}
-    here = {name: float(claim["here"].get(name, math.nan)) for name in claim["paper"] if any(runs.get(name, []))}
+    here = {name: finding.values.get(name, math.nan) for name in claim.paper if any(runs.get(name, []))}
     here = {name: rounds for name, rounds in here.items() if not math.isnan(rounds)}
-    if claim["target"] is None or baseline not in here or math.isinf(float(claim["paper"][baseline])):
+    if claim.target is None or baseline not in here or math.isinf(claim.paper[baseline]):
         return ""
     if min(here.values()) == math.inf:  # no cost was measured
         return ""
@@ -176,14 +185,15 @@ def cost_to_target(result: Result, claim: Mapping[str, Any], baseline: str = "fe
     rows = []
     for name, needed in here.items():
         models = algorithms.find(name).card.paper_cost or math.nan
-        printed = models * float(claim["paper"][name]) / float(claim["paper"][baseline])
+        printed = models * claim.paper[name] / claim.paper[baseline]
         measured = bytes_of_a_round(runs[name]) / bytes_of_a_round(runs[baseline])
         costs = [("< " if never else "") + times(needed / rounds * by) for by in (models, measured)]
         costs = [NONE, NONE] if math.isinf(needed) else costs
-        rows.append([named(name), number(claim["paper"][name]), times(printed), number(needed), *costs])
+        row = [named(name), number(claim.paper[name]), times(printed), number(needed, of=finding.rounds), *costs]
+        rows.append(row)
     head = ["method", "paper: rounds", "paper: cost", "ours: rounds", "ours: cost as the paper counts", "ours: bytes"]
     lines = (
-        f"The cost to reach {100 * claim['target']:g} %, in multiples of {named(baseline)}'s. The paper counts one or "
+        f"The cost to reach {100 * claim.target:g} %, in multiples of {named(baseline)}'s. The paper counts one or "
         "two models per round (Table 11; on CIFAR-10 its rounds times these are its Table 12). Bytes are those sent "
         "in both directions."
     )
@@ -196,7 +206,7 @@ def cost_to_target(result: Result, claim: Mapping[str, Any], baseline: str = "fe
 def bytes_of_a_round(histories: Sequence[History]) -> float:
     """Return the mean bytes that a round sends in both directions."""
     kept = [row for history in histories for row in history if "bytes_up" in row]
-    return statistics.fmean(row["bytes_down"] + row["bytes_up"] for row in kept)
+    return mean(row["bytes_down"] + row["bytes_up"] for row in kept)
 
 
 def times(ratio: float) -> str:
