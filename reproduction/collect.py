@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina import models
-from lamina.algorithms import find as find_algorithm
+from lamina.algorithms import registry
 from lamina.base.atomic import write_file
 from lamina.experiment.build import build_partition, build_schedule
 from lamina.experiment.config import Claim, Experiment, load
@@ -213,7 +213,7 @@ def edges(entry: Trial, grid: Mapping[str, Any]) -> dict[str, str]:
     """Return the chosen settings on the edge of the grid, each with its side: a better value may lie beyond."""
     sides = {}
     for key, value in entry.settings.items():
-        way = Range(choices=tuple(grid.get(key) or [value])).way_beyond(value, entry.name, key)
+        way = Range(choices=tuple(grid.get(key) or [value])).way_beyond(value, entry.records[0].algorithm, key)
         if way:
             sides[key] = {"smaller": "smallest", "larger": "largest"}[way]
     return sides
@@ -298,15 +298,13 @@ def expected(claim: Claim) -> str:
 
 
 def called(label: str) -> str:
-    """Return a claim's label with the papers' names of the methods.
+    """Return a claim's label with the papers' names of the methods; a preset's own name of one stays as it is.
 
-    >>> called("fedlamb@Z=3 - mime"), called("fedavg")
-    ('Fed-LAMB Z=3 − Mime', 'FedAvg (Fed-SGD)')
+    >>> called("fedlamb@Z=3 - mime"), called("fedavg"), called("fedlamb-whole")
+    ('Fed-LAMB Z=3 − Mime', 'FedAvg (Fed-SGD)', 'fedlamb-whole')
     """
-    names = [
-        (find_algorithm(algorithm).card.title.removesuffix(MIME_IS), variant)
-        for algorithm, variant in claims.named_in(label)
-    ]
+    titles = {name: kind.card.title.removesuffix(MIME_IS) for name, kind in registry().items()}
+    names = [(titles.get(algorithm, algorithm), variant) for algorithm, variant in claims.named_in(label)]
     return " − ".join(f"{name} {variant}".strip() for name, variant in names)
 
 

@@ -58,6 +58,7 @@ def test_options_are_tried_with_every_rate_side_by_side(here, monkeypatch, capsy
     assert dict(zip(names, (float(row["final_validation_accuracy"]) for row in tried), strict=True)) == scores
     assert [row["decay"] for row in tried if row["chosen"] == "True"] == [str(final["algorithm"]["decay"])]
     assert "note: settings were chosen on 20% of the training data, held out" in said.out
+    assert "note: final runs hold nothing out, so their epochs may have more steps" in said.out
     assert f"fedlamb: lr {final['train']['lr']:g}, decay {final['algorithm']['decay']:g} was chosen" in said.out
     assert "the best decay 0 lies" not in said.out  # nothing lies below 0
     assert re.search(r"tuning fedlamb, lr 0.01, decay 0.01, seed -1, \d+ rounds: final validation accuracy", said.err)

@@ -181,6 +181,8 @@ class Comparison(Trials):
             first = f"first {rounds} rounds" if rounds > 1 else "first round"
             short = f", in the {first}" if rounds < self.experiment.train.rounds else ""
             lines.append(f"{what} were chosen on {on}{short}")
+            if spec.select == "validation" and self.experiment.train.local_steps is None:
+                lines.append("final runs hold nothing out, so their epochs may have more steps (see train.local_steps)")
             if stages:
                 after = " and ".join([*map(str, stages[:-1]), plural(stages[-1], "round")])
                 third = f"the best third of what was tried continued after {after} (at least {MIN_CONTINUED})"
