@@ -103,11 +103,12 @@ def test_numbers_stay_numbers():
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
 def test_the_page_exports_the_same_cells():
     script = (resources.files("lamina.report") / "page.js").read_text(encoding="utf-8")
+    interval = next(line for line in script.splitlines() if line.startswith("const INTERVAL"))
     source = script[script.index("function csvOf") : script.index("function latexOf")]
-    rows = [[cell, "1"] for cell in ("=1+1", "-0.5", "-1e-05", "@x", "a,b", "-", "∞", "–")]
+    rows = [[cell, "+1.2 [-0.1, +2.5]"] for cell in ("=1+1", "-0.5", "-1e-05", "@x", "a,b", "-", "∞", "–")]
     program = (
         f"const headOf = () => ['a', 'b']; const rowsOf = () => {json.dumps(rows)};\n"
-        f"{source}\nprocess.stdout.write(csvOf(null));"
+        f"{interval}\n{source}\nprocess.stdout.write(csvOf(null));"
     )
     done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
     assert done.stdout == to_csv(ReportTable("t", ["a", "b"], rows))

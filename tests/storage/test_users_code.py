@@ -217,6 +217,7 @@ def run_script(folder, rounds, old="", new=""):
     return finished.stdout.split(), finished.stderr
 
 
+@pytest.mark.long
 def test_of_a_script_only_the_functions_and_values_count_that_a_run_uses(tmp_path):
     assert run_script(tmp_path, 1)[0] == ["1", "2"]
     assert run_script(tmp_path, 2, "import sys", "import sys\n\nUNUSED = 1")[0] == ["2", "4"]

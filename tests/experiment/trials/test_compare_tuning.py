@@ -298,7 +298,9 @@ def tuned(folder):
     return chosen, {float(line["learning_rate"]): int(line["rounds"]) for line in table}
 
 
-@pytest.mark.parametrize("name", RESPONSES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "slow-wins-late" else ()) for name in RESPONSES]
+)
 def test_a_rate_that_wins_late_is_found(here, monkeypatch, name):
     response = RESPONSES[name]
     seen = respond(monkeypatch, response)

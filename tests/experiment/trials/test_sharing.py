@@ -108,7 +108,8 @@ def test_three_processes_compare_as_one_does(here):
     assert not list(Path("c").rglob("lease*"))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 5))])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(5))
 def test_workers_that_are_killed_lose_nothing(here, seed):
     """With the loop engine: stacked runs, of which a kill left some without a checkpoint, resume apart and round so."""
     more = ("train.rounds=30", "compare.seeds=3", "run.engine=loop")

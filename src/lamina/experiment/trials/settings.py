@@ -84,7 +84,10 @@ def points(grid: Mapping[str, Sequence[Any]]) -> list[Settings]:
     >>> points({"lr": [0.1, 0.3, 0.1], "decay": [0.0]})
     [{'lr': 0.1, 'decay': 0.0}, {'lr': 0.3, 'decay': 0.0}]
     """
-    once = [[value for i, value in enumerate(values) if value not in values[:i]] for values in grid.values()]
+    once: list[list[Any]] = []
+    for values in grid.values():
+        once.append([])
+        once[-1].extend(value for value in values if value not in once[-1])
     count = math.prod(len(values) for values in once)
     if count > MOST_POINTS:
         raise BadInput(f"the grid has {count} combinations: give at most {MOST_POINTS}, or sampler = 'tpe' and a space")
