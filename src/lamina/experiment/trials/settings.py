@@ -86,8 +86,11 @@ def points(grid: Mapping[str, Sequence[Any]]) -> list[Settings]:
     """
     once: list[list[Any]] = []
     for values in grid.values():
-        once.append([])
-        once[-1].extend(value for value in values if value not in once[-1])
+        kept: list[Any] = []
+        for value in values:
+            if value not in kept:
+                kept.append(value)
+        once.append(kept)
     count = math.prod(len(values) for values in once)
     if count > MOST_POINTS:
         raise BadInput(f"the grid has {count} combinations: give at most {MOST_POINTS}, or sampler = 'tpe' and a space")
