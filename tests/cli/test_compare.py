@@ -55,6 +55,7 @@ def test_compare_ignores_settings_for_others_but_not_misspelt_ones(here, capsys)
     assert "did you mean 'fedavg'?" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_compare_survives_seeds_that_diverge_at_once(here, capsys):
     arguments = ("--seeds", "2", "--out", "c", "--set", "train.lr=1e38", "--set", "train.seed=5")
     assert call("compare", "small.toml", "--algorithms", "fedavg,fedlamb", *arguments) == 3

@@ -145,6 +145,7 @@ def attacks():
     return module
 
 
+@pytest.mark.long
 def test_a_robust_mean_holds_an_attack_that_passes_the_limits(attacks):
     """The node uses only its own data; no limit refuses it, and with the plain mean it ruins the model."""
     attack = attacks.CASES["raise the loss of its own data"].attack

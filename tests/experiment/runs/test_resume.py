@@ -70,6 +70,7 @@ def rows_so_far(path):
     return MetricsFile(path / "metrics.jsonl").read().rows
 
 
+@pytest.mark.long
 def test_killed_at_every_write(here, monkeypatch):
     """Every call that makes something durable is the last one, in turn."""
     quick = {"rounds": 2, "algorithm": "fedlamb"}

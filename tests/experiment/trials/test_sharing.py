@@ -164,6 +164,7 @@ def test_a_reproduction_is_shared(here):
             assert Path("c", variant, file).read_bytes() == Path("alone", variant, file).read_bytes()
 
 
+@pytest.mark.long
 def test_a_stopped_process_finds_its_runs_taken_over(here, monkeypatch):
     more = ("compare.algorithms=['scaffold']", "train.rounds=100", "run.checkpoint_every=50")
     arguments = command("c", *more)

@@ -23,6 +23,7 @@ def group(tmp_path):
     group.close()
 
 
+@pytest.mark.long
 def test_all_processes_end_together(group, tmp_path, monkeypatch):
     """Also one that ignores SIGTERM, and its child in a session of its own."""
     (tmp_path / "stubborn.py").write_text(STUBBORN)
