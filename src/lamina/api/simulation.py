@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lamina.algorithms.contract import Algorithm
-from lamina.base.errors import BadInput
+from lamina.base.errors import BadInput, is_whole
 from lamina.base.limits import check_count
 from lamina.base.registry import field_values
 from lamina.base.text import html_table, plural
@@ -23,6 +23,7 @@ from lamina.engines.choice import EngineName
 from lamina.engines.devices import Precision, choose_device
 from lamina.engines.stacked.engine import Stacked
 from lamina.models.registry import Factory
+from lamina.objective.objective import copy_module
 from lamina.rounds.clients import Heldout
 from lamina.rounds.settings import TrainArguments, TrainSettings
 from lamina.storage.identity import of_run
@@ -87,6 +88,10 @@ class Simulation(Training):
         loss: a name in `lamina.losses.LOSSES` (default "cross_entropy"), "module:function", or a function of (outputs,
             targets) that returns one loss per sample [n].
         augmentation: random crop and flip of training images, such as `lamina.data.Augment(pad=4)`.
+        private: patterns of names, such as ["head.*"] or ["*.bn*"]: parameters and buffers that are never sent. Each
+            client trains and keeps its own, from the initial values on. The metrics of `local_test` and
+            `client_metrics` are then those of the clients' own models, and columns that begin with "shared_" are
+            those of the shared model; the test data see the shared model with the initial private values.
         seed: the source of all randomness; default 0.
         device: "auto" (a GPU if there is one), or any torch device.
         engine: "stacked" (clients as one model), "captured" (the model as it is, replayed on a GPU) or "loop";
@@ -235,6 +240,16 @@ class Simulation(Training):
                 self._requested = self.state.round
                 raise
         return self.history
+
+    def client_model(self, client: int) -> nn.Module:
+        """Return a copy of the model that a client uses, in evaluation mode: with its private parts, if there are any.
+
+        A client that has not taken part yet has their initial values.
+        """
+        count = self.plan.clients.count
+        if not is_whole(client) or not 0 <= client < count:
+            raise BadInput(f"client_model: client = {client!r} is not one of the clients 0 to {count - 1}")
+        return copy_module(self.objective.module_at(*self.client_parameters(client))).eval()
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint (safetensors). Later calls with the same folder write only the client states that changed.

@@ -18,6 +18,7 @@ from lamina.objective.fingerprint import alike, attributes_digest, same_tensors
 from lamina.objective.functional_dropout import FunctionalDropout
 from lamina.objective.layers import Layers
 from lamina.objective.losses import Loss, as_loss
+from lamina.objective.private import Private
 
 Buffers = dict[str, Tensor]
 
@@ -35,10 +36,11 @@ class Objective:
     """A module's loss and gradient as functions of (flat parameters, buffers).
 
     The module itself is never changed; its trainable parameters are the start of the run, its other parameters
-    stay as they are, its floating buffers (BatchNorm's statistics) are averaged over clients like the model.
+    stay as they are, its floating buffers (BatchNorm's statistics) are averaged over clients like the model. Parameters
+    and buffers whose names match the patterns in `private` stay with the clients.
     """
 
-    def __init__(self, module: nn.Module, loss: str | Loss = "cross_entropy") -> None:
+    def __init__(self, module: nn.Module, loss: str | Loss = "cross_entropy", private: Sequence[str] = ()) -> None:
         _refuse_lazy_layers(module)
         self.module = module
         # the module that is trained: dropout draws its masks from the clients' random streams
@@ -62,6 +64,7 @@ class Objective:
         # everything else that decides what the module computes
         self.frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
         self.buffers: Buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
+        self.private = Private(private, self.layers, [*self.buffers], self.device) if private else None
         self.attributes = attributes_digest(module)  # taken now, because a forward pass may change them
         # a layer the user froze with .eval() in a module that trains (BatchNorm, usually) stays as it is
         self.always_evaluated = {n for n, m in module.named_modules() if not m.training} if module.training else set()
@@ -86,22 +89,51 @@ class Objective:
             return "they have different losses"
         if not same_tensors(self.frozen, other.frozen):
             return "their models have different frozen parameters"
+        if (self.private and self.private.names) != (other.private and other.private.names):
+            return "they have different private parts"
         return "" if same_tensors(self.buffers, other.buffers) else "their models have different buffers"
+
+    @property
+    def shared_layers(self) -> Layers:
+        """The layout of the shared parameters, on which the server works: of all, unless some are private."""
+        return self.layers if self.private is None else self.private.shared
+
+    @property
+    def shared_start(self) -> Tensor:
+        """The shared parameters where training starts."""
+        return self.shared_part(self.start)
+
+    def shared_part(self, vector: Tensor) -> Tensor:
+        """Return the shared part of a vector [..., p]."""
+        return vector if self.private is None else self.private.split(vector)[0]
+
+    def shared_buffers(self, buffers: Buffers) -> Buffers:
+        """Return the buffers that travel with the model."""
+        return buffers if self.private is None else self.private.shared_buffers(buffers)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Return all parameters from the shared ones: those that are private have their initial values."""
+        if self.private is None or self.private.own is None:
+            return x
+        return self.private.join(x, self.private.split(self.start)[1])
 
     def frozen_note(self) -> str:
         """Return how many of the parameters are trained and sent, or an empty string if all are."""
-        if not self.frozen:
-            return ""
-        trained = self.layers.size
-        total = trained + sum(parameter.numel() for parameter in self.frozen.values())
-        return f"trains {trained:,} of {total:,} parameters; the others are frozen and not sent"
+        notes, trained = [], self.layers.size
+        if self.frozen:
+            total = trained + sum(parameter.numel() for parameter in self.frozen.values())
+            notes.append(f"trains {trained:,} of {total:,} parameters; the others are frozen and not sent")
+        if self.private is not None:
+            own, count = trained - self.shared_layers.size, len(self.private.names)
+            notes.append(f"keeps {own:,} trained parameters with each client ({count} private tensors)")
+        return "; ".join(notes)
 
     def in_type(self, dtype: torch.dtype) -> Objective:
         """Return the same objective in another floating type."""
         if dtype == self.dtype:
             return self
         self.set_mode(self.module, True)  # so that the copy knows which layers the user froze with .eval()
-        return Objective(copy_module(self.module).to(dtype), self.loss)
+        return Objective(copy_module(self.module).to(dtype), self.loss)  # private parts play no role in a gradient
 
     def outputs(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict, get_args
 
@@ -52,6 +52,7 @@ class TrainArguments(TypedDict, total=False):
     aggregation: Aggregation | str
     loss: str | Loss
     augmentation: Augment | None
+    private: Sequence[str]
     seed: int
 
 
@@ -74,6 +75,7 @@ class TrainSettings:
     aggregation: Aggregation = field(default=MEAN, metadata=SERVER_ONLY | UNPLANNED)
     loss: str | Loss = field(default="cross_entropy", metadata=SERVER_ONLY | UNPLANNED | PER_MEMBER)
     augmentation: Augment | None = field(default=None, metadata=UNPLANNED)
+    private: Sequence[str] = field(default=(), metadata=SERVER_ONLY | UNPLANNED)  # a node has its own
     seed: int = field(default=0, metadata=PER_MEMBER)
 
     def __post_init__(self) -> None:
@@ -94,6 +96,10 @@ class TrainSettings:
             )
         if not callable(as_loss(self.loss)):
             raise BadInput(f"loss = {self.loss!r} is neither a name nor a function of (outputs, targets)")
+        if isinstance(self.private, str) or not all(isinstance(pattern, str) for pattern in self.private):
+            raise BadInput(
+                f"private = {short_repr(self.private)}: give a list of patterns of names, such as ['head.*']"
+            )
         if self.epochs is not None and self.local_steps is not None:
             raise BadInput(
                 f"epochs = {self.epochs} and local_steps = {self.local_steps} both say how long a client trains: "
@@ -116,6 +122,8 @@ class TrainSettings:
             given["lr"] = algorithm.card.lr
         if isinstance(given.get("schedule"), str):
             given["schedule"] = make_schedule(given["schedule"])
+        if isinstance(given.get("private"), list):
+            given["private"] = tuple(given["private"])
         if "aggregation" in given:
             given["aggregation"] = as_aggregation(given["aggregation"])
         return cls(**given)
@@ -184,6 +192,7 @@ class TrainSettings:
             "aggregation": as_table(self.aggregation, name_of(self.aggregation)),
             "loss": self.loss if isinstance(self.loss, str) else function_name(self.loss),
             "augmentation": None if self.augmentation is None else dataclasses.asdict(self.augmentation),
+            "private": list(self.private),
         }
 
 

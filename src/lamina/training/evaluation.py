@@ -17,6 +17,7 @@ from lamina.base import rng
 from lamina.base.errors import BadInput, Diverged, LaminaError, describe_error
 from lamina.data.dataset import Dataset
 from lamina.data.parts import Parts
+from lamina.engines.ranks import Ranks
 from lamina.engines.state import RoundReport
 from lamina.objective.batch import tensors
 from lamina.objective.losses import aligned, class_axis, counted, hits
@@ -27,10 +28,12 @@ from lamina.training.history import Row
 from lamina.training.metrics import ACCURACY, LABEL_METRICS, LOSS, Batch, Metric, Values, mean
 
 log = logging.getLogger(__name__)
+ClientModels = Callable[[int], tuple[Tensor, Buffers]]  # from a client's number to the model that it uses
 
 EVALUATION_BATCH = 1000  # samples at a time
 # input numbers at a time on a GPU, if that is more: small images come in large batches
 EVALUATION_NUMBERS_GPU = 8 << 20
+SHARED = "shared_"  # prefix of columns of the shared model, beside those of the clients' own models
 WEIGHT = "/weight"  # suffix of weight keys; not valid in a metric's name
 MOST_EVALUATED = 16_384  # samples; tokens are small, but their activations are not
 
@@ -143,17 +146,21 @@ class ClientSamples(NamedTuple):
     data: Dataset
     parts: Parts  # the samples of every client
     pooled: bool  # whether the first column is the metric of all samples, not the mean over clients
+    clients: Sequence[int] = ()  # the numbers of these clients; empty if they never train
 
 
 def reserved_samples(reserved: Reserved, data: Dataset, device: torch.device) -> list[ClientSamples]:
     """Return the samples that no client trains on: those of held-out clients, and the clients' test splits."""
     samples = []
-    groups = [("client_", "_mean", reserved.local_tests, False), ("heldout_", "", reserved.heldout, True)]
-    for prefix, suffix, parts, pooled in groups:
+    groups = [
+        ("client_", "_mean", reserved.local_tests, False, reserved.tested),
+        ("heldout_", "", reserved.heldout, True, ()),
+    ]
+    for prefix, suffix, parts, pooled, clients in groups:
         if len(parts):
             theirs = data.subset(parts.samples).to(device)  # only their samples, in their order
             renumbered = Parts(np.arange(len(parts.samples)), parts.bounds)
-            samples.append(ClientSamples(prefix, suffix, theirs, renumbered, pooled))
+            samples.append(ClientSamples(prefix, suffix, theirs, renumbered, pooled, clients))
     return samples
 
 
@@ -183,6 +190,23 @@ def client_columns(metric: Metric, values: Values, group: ClientSamples) -> dict
     }
 
 
+def predict_apart(
+    objective: Objective, model_of: ClientModels, group: ClientSamples, metrics: Sequence[Metric] | None
+) -> dict[Metric, Values]:
+    """Return what `predict` returns, with every client's own model on its samples."""
+    ranks, kept = Ranks.current(), {}
+    for client, part in zip(group.clients, group.parts, strict=True):
+        if ranks.owns(client):
+            values = predict(objective, *model_of(client), group.data.subset(part), metrics)
+            kept[client] = {metric: tuple(value.cpu() for value in values[metric]) for metric in values}
+    by_client = ranks.gather(kept)
+    first = by_client[group.clients[0]]
+    return {
+        metric: tuple(torch.cat([by_client[client][metric][i] for client in group.clients]) for i in range(len(values)))
+        for metric, values in first.items()
+    }
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """What is evaluated after a round: metrics on the test data, and on samples of clients."""
@@ -191,10 +215,13 @@ class Evaluation:
     test: Dataset | None
     clients: Sequence[ClientSamples] = ()
 
-    def start(self, objective: Objective, x: Tensor, buffers: Buffers) -> Callable[[], dict[str, float]]:
+    def start(
+        self, objective: Objective, x: Tensor, buffers: Buffers, model_of: ClientModels | None = None
+    ) -> Callable[[], dict[str, float]]:
         """Start evaluating a model on the test data, without waiting for a GPU; return a function that finishes it.
 
-        It returns the values by name, with the columns of clients.
+        It returns the values by name, with the columns of clients. If clients have models of their own (`model_of`),
+        these are evaluated on the clients' samples, and the columns of the given model begin with "shared_".
         """
         kept = {} if self.test is None else predict(objective, x, buffers, self.test, self.metrics)
         numbers = [value_of(metric, values).to(objective.device) for metric, values in kept.items()]
@@ -203,17 +230,23 @@ class Evaluation:
         def finish() -> dict[str, float]:
             row = dict(zip(names, measured.tolist(), strict=True))  # waits for the GPU once
             for group in self.clients:
-                kept = predict(objective, x, buffers, group.data, self.metrics)
-                chosen = self.metrics or [metric for metric in kept if metric is not LOSS or len(kept) == 1]
-                for metric in chosen:
-                    row |= client_columns(metric, kept[metric], group)
+                evaluated = [(predict(objective, x, buffers, group.data, self.metrics), group)]
+                if model_of is not None and group.clients:
+                    evaluated[0] = evaluated[0][0], group._replace(prefix=f"{SHARED}{group.prefix}")
+                    evaluated.append((predict_apart(objective, model_of, group, self.metrics), group))
+                for kept, columns in evaluated:
+                    chosen = self.metrics or [metric for metric in kept if metric is not LOSS or len(kept) == 1]
+                    for metric in chosen:
+                        row |= client_columns(metric, kept[metric], columns)
             return row
 
         return finish
 
-    def run(self, objective: Objective, x: Tensor, buffers: Buffers) -> dict[str, float]:
-        """Evaluate a model."""
-        return self.start(objective, x, buffers)()
+    def run(
+        self, objective: Objective, x: Tensor, buffers: Buffers, model_of: ClientModels | None = None
+    ) -> dict[str, float]:
+        """Evaluate a model, see `start`."""
+        return self.start(objective, x, buffers, model_of)()
 
 
 # --- rounds -----------------------------------------------------------------------------------------------------------
