@@ -47,6 +47,8 @@ CASES = [
     ("mime", "dropout2d", 1.0),
     ("fedlada", "dict", 1.0),
     ("fedlamb", "tuple", 0.7),
+    ("fedlada", "private", 0.6),
+    ("mime", "private", 0.2),
     ("fedlada", "segmentation", 1.0),
     *((None, kind, 0.7) for kind in kinds.KINDS if kind not in ("dict", "tuple", "segmentation")),
 ]
@@ -56,6 +58,9 @@ def run_case(name, kind, share):
     if kind in kinds.KINDS:
         algorithm = None if name is None else ALGORITHMS[name]()
         run = kinds.simulation(kind, "stacked", algorithm, participation=share)
+    elif kind == "private":
+        settings = {"participation": share, "private": ["0.*", "*.running*"], "local_test": 0.3, "batch_size": None}
+        run = simulation("batch_norm", ALGORITHMS[name](), "stacked", **settings)
     elif kind.startswith("dropout"):
         run = dropout_simulation(kind, engine="stacked", algorithm=ALGORITHMS[name](), participation=share, lr=0.01)
     else:

@@ -64,7 +64,10 @@ class Objective:
         # everything else that decides what the module computes
         self.frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
         self.buffers: Buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
-        self.private = Private(private, self.layers, [*self.buffers], self.device) if private else None
+        self.private: Private | None = None
+        if private:  # buffers of whole numbers stay as they are, for every client
+            floating = [name for name, buffer in self.buffers.items() if buffer.is_floating_point()]
+            self.private = Private(private, self.layers, floating, self.device)
         self.attributes = attributes_digest(module)  # taken now, because a forward pass may change them
         # a layer the user froze with .eval() in a module that trains (BatchNorm, usually) stays as it is
         self.always_evaluated = {n for n, m in module.named_modules() if not m.training} if module.training else set()

@@ -191,20 +191,18 @@ def client_columns(metric: Metric, values: Values, group: ClientSamples) -> dict
 
 
 def predict_apart(
-    objective: Objective, model_of: ClientModels, group: ClientSamples, metrics: Sequence[Metric] | None
+    objective: Objective, model_of: ClientModels, group: ClientSamples, metrics: Sequence[Metric]
 ) -> dict[Metric, Values]:
-    """Return what `predict` returns, with every client's own model on its samples."""
+    """Return what these metrics keep of the samples of all clients, each evaluated with the client's own model."""
     ranks, kept = Ranks.current(), {}
     for client, part in zip(group.clients, group.parts, strict=True):
         if ranks.owns(client):
             values = predict(objective, *model_of(client), group.data.subset(part), metrics)
-            kept[client] = {metric: tuple(value.cpu() for value in values[metric]) for metric in values}
+            kept[client] = [tuple(value.cpu() for value in values[metric]) for metric in metrics]
     by_client = ranks.gather(kept)
-    first = by_client[group.clients[0]]
-    return {
-        metric: tuple(torch.cat([by_client[client][metric][i] for client in group.clients]) for i in range(len(values)))
-        for metric, values in first.items()
-    }
+    lists = zip(*(by_client[client] for client in group.clients), strict=True)  # by metric: what every client keeps
+    joined = (tuple(map(torch.cat, zip(*values, strict=True))) for values in lists)
+    return dict(zip(metrics, joined, strict=True))
 
 
 @dataclass(frozen=True)
@@ -233,7 +231,7 @@ class Evaluation:
                 evaluated = [(predict(objective, x, buffers, group.data, self.metrics), group)]
                 if model_of is not None and group.clients:
                     evaluated[0] = evaluated[0][0], group._replace(prefix=f"{SHARED}{group.prefix}")
-                    evaluated.append((predict_apart(objective, model_of, group, self.metrics), group))
+                    evaluated.append((predict_apart(objective, model_of, group, [*evaluated[0][0]]), group))
                 for kept, columns in evaluated:
                     chosen = self.metrics or [metric for metric in kept if metric is not LOSS or len(kept) == 1]
                     for metric in chosen:

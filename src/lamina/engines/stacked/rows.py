@@ -116,23 +116,15 @@ def row_of(record: Any, r: int) -> Any:
 
 def rows_of(record: Any) -> list[Any]:
     """Return all rows of a record of rows, each with memory of its own."""
-    lists = [None if value is None else _copies(value) for value in record]
+    # times 1.0: torch has no copy of many tensors at once, which takes a few launches instead of one for each
+    lists = [None if value is None else torch._foreach_mul(value.unbind(0), 1.0) for value in record]
     count = next(len(values) for values in lists if values is not None)
     return [type(record)(*(None if values is None else values[r] for values in lists)) for r in range(count)]
 
 
-def _copies(rows: Tensor) -> Sequence[Tensor]:
-    if not rows.is_floating_point():
-        return [row.clone() for row in rows]
-    # times 1.0: torch has no copy of many tensors at once, which takes a few launches instead of one for each
-    copies: Sequence[Tensor] = torch._foreach_mul(rows.unbind(0), 1.0)
-    return copies
-
-
 def row_sums(record: Any) -> list[Tensor]:
-    """The sum of every row of every field of floating numbers."""
-    floating = [value for value in record if value is not None and value.is_floating_point()]
-    return [value.reshape(len(value), -1).sum(-1) for value in floating]
+    """The sum of every row of every field."""
+    return [value.reshape(len(value), -1).sum(-1) for value in record if value is not None]
 
 
 def row_buffers(buffers: Buffers, r: int) -> Buffers:
