@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lamina.base.errors import BadInput, nearest
+from lamina.base.text import listed
 from lamina.objective.layers import ChannelsLast, Layers
 
 
@@ -34,7 +35,7 @@ class Private:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise BadInput(
                     f"private = {pattern!r} matches no trained parameter and no buffer of the model"
-                    f"{nearest(pattern, names)}; patterns are like 'head.*' or '*.bn*'"
+                    f"{nearest(pattern, names)}; patterns are like 'head.*' (names: {listed(names, most=10)})"
                 )
 
         def is_own(name: str) -> bool:

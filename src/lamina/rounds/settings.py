@@ -122,8 +122,8 @@ class TrainSettings:
             given["lr"] = algorithm.card.lr
         if isinstance(given.get("schedule"), str):
             given["schedule"] = make_schedule(given["schedule"])
-        if isinstance(given.get("private"), list):
-            given["private"] = tuple(given["private"])
+        if isinstance(given.get("private", ()), list | None):
+            given["private"] = tuple(given.get("private") or ())
         if "aggregation" in given:
             given["aggregation"] = as_aggregation(given["aggregation"])
         return cls(**given)
@@ -192,7 +192,7 @@ class TrainSettings:
             "aggregation": as_table(self.aggregation, name_of(self.aggregation)),
             "loss": self.loss if isinstance(self.loss, str) else function_name(self.loss),
             "augmentation": None if self.augmentation is None else dataclasses.asdict(self.augmentation),
-            "private": list(self.private),
+            "private": list(self.private) or None,
         }
 
 
