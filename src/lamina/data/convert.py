@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lamina.base.errors import BadInput, is_whole, nearest
-from lamina.base.text import listed, plural
+from lamina.base.errors import BadInput, nearest
+from lamina.base.text import listed
 from lamina.data.hub import LABEL_COLUMNS
 from lamina.data.images import stack_pictures
 from lamina.objective.fingerprint import alike
@@ -22,7 +22,6 @@ from lamina.objective.losses import IGNORED
 log = logging.getLogger(__name__)
 
 READ_TWICE = 8  # samples of a torch data set: enough to find a picture that is flipped with probability 1/2
-SAVED_INDEX = "Unnamed: 0"  # pandas' name for the first column of a CSV file, if it has none
 
 
 class Padded(NamedTuple):
@@ -163,63 +162,6 @@ def read_samples(name: str, data: Any, y: str | None) -> tuple[Any, Any]:
     if isinstance(inputs[0], tuple):
         return tuple(list(part) for part in zip(*inputs, strict=True)), targets
     return inputs, targets
-
-
-def read_frame(
-    name: str, frame: Any, x: Sequence[str] | str | None, y: str | None, columns: Sequence[str]
-) -> tuple[Any, Any, dict[str, NDArray[Any]], list[str]]:
-    """Return the features (float32), the targets and the other columns of a pandas table, and the features' names."""
-    frame = frame.rename(columns=str)  # numbers, unless somebody named them
-    names = list(frame.columns)
-    y = str(y) if is_whole(y) else y
-    if not isinstance(y, str):
-        advice = "as_dataset(table, y=…)" if y is None else "one of them: several targets are given as arrays, (x, y)"
-        raise BadInput(f"{name}: name the target column, {advice} (columns: {listed(names)})")
-    repeated = [column for column in names if names.count(column) > 1]
-    if repeated:
-        raise BadInput(f"{name}: the table has two columns '{repeated[0]}': rename or drop one")
-    wanted = [x] if isinstance(x, str) else list(x or ())
-    for column in (*wanted, y, *columns):
-        if column not in names:
-            raise BadInput(f"{name}: no column '{column}'{nearest(column, names)} (columns: {listed(names)})")
-    features = wanted or remaining_columns(name, frame, {y, *columns})
-    for column in (*features, y):
-        without_gaps(name, frame, column, is_optional=column != y)
-    others = {column: frame[column].to_numpy() for column in names if column not in features and column != y}
-    return _numbers_of(name, "x", frame[features]).astype(np.float32), frame[y].to_numpy(), others, features
-
-
-def remaining_columns(where: str, frame: Any, reserved: Collection[str]) -> list[Any]:
-    """Return the columns of a table that have no other role: its features; the row numbers that pandas saves are none.
-
-    `where` names the table in messages.
-    """
-    names = [column for column in frame.columns if column not in reserved]
-    if SAVED_INDEX in names and frame[SAVED_INDEX].dtype.kind == "i":
-        log.warning(
-            "%s: the first column has no name and holds row numbers, as pandas saves them: it is not used as a feature",
-            where,
-        )
-        names.remove(SAVED_INDEX)
-    return names
-
-
-def without_gaps(where: str, frame: Any, name: str, *, is_optional: bool = True) -> Any:
-    """Return a column of a table; refuse it if values are missing or infinite.
-
-    `where` names the table in messages, and `is_optional` says whether the column may be left out, as features may.
-    """
-    column = frame[name]
-    bad, what = np.flatnonzero(column.isna().to_numpy()), "a missing"
-    if not len(bad) and column.dtype.kind == "f":
-        bad, what = np.flatnonzero(np.isinf(column.to_numpy(np.float64))), "an infinite"
-    if len(bad):
-        more = f", and {plural(len(bad) - 1, 'other row')}" if len(bad) > 1 else ""
-        raise BadInput(
-            f"{where}: column '{name}' has {what} value in row {bad[0] + 1} (counted from 1 below the header){more}: "
-            + ("fill it, drop the row, or leave the column out" if is_optional else "fill it, or drop the row")
-        )
-    return column
 
 
 def is_frame(values: Any) -> bool:

@@ -18,6 +18,7 @@ from lamina.base.finite import all_finite
 from lamina.base.text import plural
 from lamina.data import convert, hub
 from lamina.data.feed import prepare
+from lamina.data.preprocessing import TablePreprocessing, read_frame
 from lamina.objective.batch import Inputs, map_batch, named_tensors, tensors
 from lamina.objective.losses import IGNORED
 
@@ -55,6 +56,7 @@ class Dataset:
             taken from tables. Test data with the same names in another order are put in order.
         labels_are_names: Whether y named the classes before they were numbered, as text does. Such data do not match
             test data with plain numbers.
+        preprocessing: How x was made of a table; a run's folder keeps it, and new tables can be prepared with it.
     """
 
     x: Any
@@ -69,6 +71,7 @@ class Dataset:
     mask: Any = None
     column_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     labels_are_names: bool = False
+    preprocessing: TablePreprocessing | None = None
     names_from_labels: bool = field(default=False, init=False)  # class_names are those in y: other data may have others
 
     def __post_init__(self) -> None:
@@ -235,6 +238,7 @@ def as_dataset(
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
     name: str = "data",
+    preprocessing: TablePreprocessing | Mapping[str, Any] | None = None,
 ) -> Dataset:
     """Convert data to a `Dataset`.
 
@@ -252,6 +256,8 @@ def as_dataset(
         mean: Per channel, for uint8 images.
         std: Per channel, for uint8 images.
         name: The name of the data in messages and tables.
+        preprocessing: How the features of a table are made: options of `TablePreprocessing.fit` in a dict, such as
+            ``{"categorical": ["ward"], "missing": "mean"}``, or the fitted `preprocessing` of the training data.
 
     >>> as_dataset((np.zeros((3, 28, 28), np.uint8), [0, 1, 1]))
     Dataset('data', 3 samples of [1, 28, 28] torch.uint8, 2 classes)
@@ -260,14 +266,14 @@ def as_dataset(
         return data
     others: Mapping[str, NDArray[Any]] = {}
     column_names: Mapping[str, tuple[str, ...]] = {}
+    fitted: TablePreprocessing | None = None
     if hub.is_hub_dataset(data):
         inputs, targets, others, known_classes = hub.arrays(data, x, y)
         classes = known_classes if classes is None else classes
     elif convert.is_frame(data):
-        inputs, targets, others, features = convert.read_frame(
-            name, data, x, y, [columns] if isinstance(columns, str) else columns
-        )
-        column_names = {"x": tuple(features)}
+        columns = [columns] if isinstance(columns, str) else columns
+        inputs, targets, others, fitted = read_frame(name, data, x, y, columns, preprocessing)
+        column_names = {"x": tuple(fitted.features)}
     elif isinstance(data, torch.utils.data.TensorDataset) and len(data.tensors) > 1:
         *several, targets = data.tensors
         inputs = several[0] if len(several) == 1 else tuple(several)
@@ -285,7 +291,10 @@ def as_dataset(
     inputs, mask = convert.convert_inputs(name, inputs, len(targets) if hasattr(targets, "__len__") else 0)
     if isinstance(inputs, Tensor) and inputs.dtype == torch.uint8 and inputs.dim() == 3:
         inputs = inputs.unsqueeze(1)  # grey images are often stored without their only channel
-    return Dataset(inputs, targets, classes, mean, std, name, others, class_names, mask=mask, column_names=column_names)
+    return Dataset(
+        inputs, targets, classes, mean, std, name, others, class_names,
+        mask=mask, column_names=column_names, preprocessing=fitted,
+    )  # fmt: skip
 
 
 def held_out_count(what: str, samples: int, fraction: Any) -> int:
