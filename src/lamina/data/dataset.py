@@ -59,6 +59,8 @@ class Dataset:
         labels_are_names: Whether y named the classes before they were numbered, as text does. Such data do not match
             test data with plain numbers.
         preprocessing: How x was made of a table; a run's folder keeps it, and new tables can be prepared with it.
+        client_column: The column that names the client of every sample: each of its values is a client, unless a
+            partition is given. A list or a dict of clients' data sets is joined to a data set with the column "client".
     """
 
     x: Any
@@ -74,6 +76,7 @@ class Dataset:
     column_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     labels_are_names: bool = False
     preprocessing: TablePreprocessing | None = None
+    client_column: str | None = None
     names_from_labels: bool = field(default=False, init=False)  # class_names are those in y: other data may have others
 
     def __post_init__(self) -> None:
@@ -108,6 +111,9 @@ class Dataset:
             if len(values) != len(y):
                 counts = f"{plural(len(values), 'value')} for {plural(len(y), 'sample')}"
                 raise BadInput(f"{self.name}: column '{column}' has {counts}; give one each")
+        if self.client_column is not None and self.client_column not in self.columns:
+            known = ", ".join(self.columns) or "none"
+            raise BadInput(f"{self.name}: client_column '{self.client_column}' is no column (columns: {known})")
         self._check_labels()
         self._check_images()
 
