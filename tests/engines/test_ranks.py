@@ -43,6 +43,7 @@ CASES = [
     ("fedlada", "mlp", 0.6),
     ("per_layer", "mlp", 0.6),
     ("fedsam", "batch_norm", 0.6),
+    ("fedlamb", "augmented", 0.6),
     ("fedlamb", "dropout", 0.6),
     ("mime", "dropout2d", 1.0),
     ("fedlada", "dict", 1.0),
@@ -52,10 +53,16 @@ CASES = [
 ]
 
 
+def noisy(batch, generator):
+    return batch + torch.randn(batch.shape, generator=generator, dtype=batch.dtype)
+
+
 def run_case(name, kind, share):
     if kind in kinds.KINDS:
         algorithm = None if name is None else ALGORITHMS[name]()
         run = kinds.simulation(kind, "stacked", algorithm, participation=share)
+    elif kind == "augmented":
+        run = simulation("mlp", ALGORITHMS[name](), "stacked", participation=share, augmentation=noisy)
     elif kind.startswith("dropout"):
         run = dropout_simulation(kind, engine="stacked", algorithm=ALGORITHMS[name](), participation=share, lr=0.01)
     else:

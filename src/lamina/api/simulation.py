@@ -87,7 +87,10 @@ class Simulation(Training):
             uploads of the whole cohort in memory.
         loss: a name in `lamina.losses.LOSSES` (default "cross_entropy"), "module:function", or a function of (outputs,
             targets) that returns one loss per sample [n].
-        augmentation: random crop and flip of training images, such as `lamina.data.Augment(pad=4)`.
+        augmentation: random crop and flip of training images, such as `lamina.data.Augment(pad=4)`, or a function of
+            (batch, generator) that returns the changed batch, by itself or as "module:function": the batch is one
+            client's inputs of one local step as the model gets them, images normalised; the generator, on the batch's
+            device, follows from the seed, the round, the client and the step. On a GPU the loop calls such a function.
         seed: the source of all randomness; default 0.
         device: "auto" (a GPU if there is one), or any torch device.
         engine: "stacked" (clients as one model), "captured" (the model as it is, replayed on a GPU) or "loop";

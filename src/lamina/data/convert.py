@@ -146,10 +146,10 @@ def read_samples(name: str, data: Any, y: str | None) -> tuple[Any, Any]:
     except (TypeError, NotImplementedError) as error:
         raise BadInput(f"{name}: a torch data set needs __len__ and __getitem__, which iterable ones lack") from error
     if any(not alike(sample, data[i]) for i, sample in enumerate(samples[:READ_TWICE])):
-        log.warning(
-            "%s: the samples of the torch data set change from read to read (a random transform?), but each is read "
-            "once: all rounds train on the same draw; leave it out, or use augmentation=lamina.data.Augment()",
-            name,
+        raise BadInput(
+            f"{name}: the samples of the torch data set change from read to read (a random transform?), but each is "
+            "read once: take the transform out, and give augmentation=lamina.data.Augment() or a function of (batch, "
+            "generator)"
         )
     first = samples[0] if samples else None
     if isinstance(first, Mapping):
