@@ -99,6 +99,14 @@ def test_the_draws_follow_seed_round_client_and_step():
     assert not {seed for _, seed in seen} & {seed for _, seed in first}
 
 
+def test_a_population_draws_as_its_members_do_alone():
+    members = [simulate(noise, "stacked", seed=seed) for seed in (0, 1)]
+    lamina.Population(members).run(2)
+    for seed, member in enumerate(members):
+        alone = simulate(noise, seed=seed).run(2)
+        assert member.history[-1]["loss"] == pytest.approx(alone[-1]["loss"], rel=1e-5)
+
+
 def test_it_gets_normalised_images():
     seen = []
 

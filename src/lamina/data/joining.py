@@ -116,6 +116,8 @@ def _with_common_classes(parts: dict[Any, Dataset]) -> dict[Any, Dataset]:
 
 def _difference(part: Dataset, first: Dataset) -> str:
     """Return what the data of two clients differ in, or an empty string."""
+    if part.preprocessing != first.preprocessing:
+        return "another preprocessing of its table (fit it once, and give preprocessing=…)"
     one, other = named_tensors(part.x), named_tensors(first.x)
     if type(part.x) is not type(first.x) and (isinstance(part.x, dict | tuple) or isinstance(first.x, dict | tuple)):
         return "other inputs"
@@ -130,13 +132,9 @@ def _difference(part: Dataset, first: Dataset) -> str:
             return f"{what} of another shape ({list(shapes[0])}, not {list(shapes[1])})"
     if part.y.is_floating_point() != first.y.is_floating_point() or part.y.dim() != first.y.dim():
         return f"targets of another kind ({part.y.dtype} {list(part.y.shape[1:])})"
-    for field in ("mean", "std", "class_names", "column_names", "preprocessing"):
+    for field in ("mean", "std", "class_names", "column_names"):
         if getattr(part, field) != getattr(first, field):
-            return (
-                f"another {field} (a table's statistics must be fitted once)"
-                if field == "preprocessing"
-                else (f"another {field}")
-            )
+            return f"another {field}"
     return ""
 
 
