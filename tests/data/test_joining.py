@@ -123,6 +123,8 @@ def test_a_partition_deals_the_samples_again():
     [
         ([*PAIRS, X], {}, "item 3 of the data is a Tensor and item 0 a data set: give a list with one"),
         ([lamina.Dataset(*PAIRS[0]), PAIRS[1], X], {}, "item 2 of the data is a Tensor and item 0 a data set"),
+        ([X, Y, X], {}, r"3 items, of which none is a data set: give a pair \(x, y\), or a list with one"),
+        ([], {}, "0 items, of which none is a data set"),
         ([lamina.Dataset(*PAIRS[0]), Y], {}, "item 1 of the data is a Tensor and item 0 a data set"),
         (tuple(map(torch_set, PAIRS[:2])), {}, "a pair of data sets: give a list for two clients"),
         (tuple(PAIRS[:2]), {}, r"for the data of two clients, give a list: \[\(x, y\), \(x, y\)\]"),

@@ -28,7 +28,8 @@ def as_data(given: Any, name: str = "data") -> Dataset:
     if isinstance(given, Mapping) and not hub.is_hub_dataset(given):
         if {*given} == {"train", "test"}:
             raise BadInput("the data are a dict of 'train' and 'test': pass them apart, train and test=…")
-        return _joined({str(key): item for key, item in given.items()}, name)
+        if not given or any(_is_data_set(item) or _is_pair(item) for item in given.values()):
+            return _joined({str(key): item for key, item in given.items()}, name)
     if isinstance(given, list | tuple):
         data_sets, pairs = list(map(_is_data_set, given)), list(map(_is_pair, given))
         are_data = [one or other for one, other in zip(data_sets, pairs, strict=True)]
@@ -45,6 +46,11 @@ def as_data(given: Any, name: str = "data") -> Dataset:
             raise BadInput(
                 "the data are a pair of data sets: give a list for two clients, [first, second], and test data as "
                 "test=…"
+            )
+        if len(given) != 2:
+            raise BadInput(
+                f"the data are {len(given)} items, of which none is a data set: give a pair (x, y), or a list with one "
+                "data set per client"
             )
     return as_dataset(given, name=name)
 
