@@ -43,6 +43,7 @@ CASES = [
     ("fedlada", "mlp", 0.6),
     ("per_layer", "mlp", 0.6),
     ("fedsam", "batch_norm", 0.6),
+    ("fedlamb", "augmented", 0.6),
     ("fedlamb", "dropout", 0.6),
     ("mime", "dropout2d", 1.0),
     ("fedlada", "dict", 1.0),
@@ -54,6 +55,10 @@ CASES = [
 ]
 
 
+def noisy(batch, generator):
+    return batch + torch.randn(batch.shape, generator=generator, dtype=batch.dtype)
+
+
 def run_case(name, kind, share):
     if kind in kinds.KINDS:
         algorithm = None if name is None else ALGORITHMS[name]()
@@ -61,6 +66,8 @@ def run_case(name, kind, share):
     elif kind == "private":
         settings = {"participation": share, "private": ["0.*", "*.running*"], "local_test": 0.3, "batch_size": None}
         run = simulation("batch_norm", ALGORITHMS[name](), "stacked", **settings)
+    elif kind == "augmented":
+        run = simulation("mlp", ALGORITHMS[name](), "stacked", participation=share, augmentation=noisy)
     elif kind.startswith("dropout"):
         run = dropout_simulation(kind, engine="stacked", algorithm=ALGORITHMS[name](), participation=share, lr=0.01)
     else:

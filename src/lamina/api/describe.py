@@ -16,7 +16,7 @@ from lamina import algorithms
 from lamina.base.errors import BadInput, is_whole, nearest, short_repr
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
-from lamina.data.partitions import PARTITIONS, Reallocate
+from lamina.data.partitions import PARTITIONS, ByColumn, Reallocate
 from lamina.data.readers.own import FORMATS
 from lamina.engines.ranks import Ranks
 from lamina.experiment.build import resolved
@@ -84,6 +84,8 @@ def describe(
         partition = {"name": "by-column", "column": GIVEN_CLIENTS}
     elif clients is not None:
         tree["data"]["clients"] = int(clients)
+    elif partition is None and "data" in objects and objects["data"].train.client_column is not None:
+        partition = ByColumn(objects["data"].train.client_column)
     if partition is not None:
         tree["data"]["partition"] = _partition(partition, objects)
     object_settings: Table = {}
@@ -178,10 +180,11 @@ def _set_metrics(tree: dict[str, Table], objects: Table, given: Any) -> None:
 def _set(tree: dict[str, Table], object_settings: Table, key: str, value: Any) -> None:
     """Set one key in its section; an object that no file can name goes to `object_settings`."""
     if key == "augmentation":
-        if isinstance(value, Augment):
+        if value is None or isinstance(value, str | Augment):
             tree["data"] |= augment_keys(value)
-        if value is None or isinstance(value, Augment):
-            return
+        else:
+            object_settings[key] = value
+        return
     section = next((name for name, kind in SECTIONS.items() if key in kind.model_fields), None)
     if section is None:
         keys = [name for kind in SECTIONS.values() for name in kind.model_fields]

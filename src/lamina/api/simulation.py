@@ -60,7 +60,8 @@ class Simulation(Training):
         train: the training data: a `Dataset`, a pair (x, y), a torch or a `datasets` data set; x may be a tensor (or
             array, list, table), a tuple or a dict of them: the model is called as ``model(x)``, ``model(*x)`` or
             ``model(**x)``. Or training and test data: the result of `lamina.data.load` or `Dataset.holdout`, or the
-            name of a data set.
+            name of a data set. Or a list with the data set of every client, or a dict with their names: then `clients`
+            and `partition` are left out, and `test` may be by client as well.
         algorithm: an algorithm, or the name of one (its defaults).
         test: data to evaluate on; without it, metrics and loss are not reported.
         metrics: what to report besides the loss, by names, functions of (outputs, targets) or `lamina.Metric` objects;
@@ -87,7 +88,10 @@ class Simulation(Training):
             uploads of the whole cohort in memory.
         loss: a name in `lamina.losses.LOSSES` (default "cross_entropy"), "module:function", or a function of (outputs,
             targets) that returns one loss per sample [n].
-        augmentation: random crop and flip of training images, such as `lamina.data.Augment(pad=4)`.
+        augmentation: random crop and flip of training images, such as `lamina.data.Augment(pad=4)`, or a function of
+            (batch, generator) that returns the changed batch, by itself or as "module:function": the batch is one
+            client's inputs of one local step as the model gets them, images normalised; the generator, on the batch's
+            device, follows from the seed, the round, the client and the step. On a GPU the loop calls such a function.
         private: patterns of names, such as ["head.*"] or ["*.bn*"]: parameters and buffers that are never sent. Each
             client trains and keeps its own, from the initial values on. The metrics of `local_test` and
             `client_metrics` are then those of the clients' own models, and columns that begin with "shared_" are

@@ -17,6 +17,7 @@ from lamina.data.partitions import (
     make,
     split_dataset,
 )
+from lamina.data.preprocessing import TablePreprocessing
 from lamina.data.readers.files import data_directory
 from lamina.data.readers.sources import load
 
@@ -31,6 +32,7 @@ __all__ = [
     "Reallocate",
     "Shards",
     "Splits",
+    "TablePreprocessing",
     "as_dataset",
     "data_directory",
     "label_counts",

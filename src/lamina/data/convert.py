@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,17 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lamina.base.errors import BadInput, is_whole, nearest
-from lamina.base.text import listed, plural
+from lamina.base.errors import BadInput, nearest
+from lamina.base.text import listed
 from lamina.data.hub import LABEL_COLUMNS
 from lamina.data.images import stack_pictures
+from lamina.data.mapped import Mapped, is_mapped
 from lamina.objective.fingerprint import alike
 from lamina.objective.losses import IGNORED
 
 log = logging.getLogger(__name__)
 
 READ_TWICE = 8  # samples of a torch data set: enough to find a picture that is flipped with probability 1/2
-SAVED_INDEX = "Unnamed: 0"  # pandas' name for the first column of a CSV file, if it has none
 
 
 class Padded(NamedTuple):
@@ -88,6 +88,10 @@ def convert(name: str, what: str, values: Any, fill: int = 0) -> Padded:
     """Return a tensor, in writable memory, of anything numpy or torch can read; sequences are padded with `fill`."""
     if isinstance(values, Tensor):
         return Padded(signed(name, what, values.detach()), None)
+    if isinstance(values, Mapped):
+        return Padded(values, None)
+    if is_mapped(values) and what != "y":  # targets are few: they are read into memory
+        return Padded(Mapped.of(name, what, values), None)
     if isinstance(values, Mapping):
         raise BadInput(f"{name}: {what} is a dict; only x may be one, with a tensor under every name")
     if is_frame(values):
@@ -142,10 +146,10 @@ def read_samples(name: str, data: Any, y: str | None) -> tuple[Any, Any]:
     except (TypeError, NotImplementedError) as error:
         raise BadInput(f"{name}: a torch data set needs __len__ and __getitem__, which iterable ones lack") from error
     if any(not alike(sample, data[i]) for i, sample in enumerate(samples[:READ_TWICE])):
-        log.warning(
-            "%s: the samples of the torch data set change from read to read (a random transform?), but each is read "
-            "once: all rounds train on the same draw; leave it out, or use augmentation=lamina.data.Augment()",
-            name,
+        raise BadInput(
+            f"{name}: the samples of the torch data set change from read to read (a random transform?), but each is "
+            "read once: take the transform out, and give augmentation=lamina.data.Augment() or a function of (batch, "
+            "generator)"
         )
     first = samples[0] if samples else None
     if isinstance(first, Mapping):
@@ -163,63 +167,6 @@ def read_samples(name: str, data: Any, y: str | None) -> tuple[Any, Any]:
     if isinstance(inputs[0], tuple):
         return tuple(list(part) for part in zip(*inputs, strict=True)), targets
     return inputs, targets
-
-
-def read_frame(
-    name: str, frame: Any, x: Sequence[str] | str | None, y: str | None, columns: Sequence[str]
-) -> tuple[Any, Any, dict[str, NDArray[Any]], list[str]]:
-    """Return the features (float32), the targets and the other columns of a pandas table, and the features' names."""
-    frame = frame.rename(columns=str)  # numbers, unless somebody named them
-    names = list(frame.columns)
-    y = str(y) if is_whole(y) else y
-    if not isinstance(y, str):
-        advice = "as_dataset(table, y=…)" if y is None else "one of them: several targets are given as arrays, (x, y)"
-        raise BadInput(f"{name}: name the target column, {advice} (columns: {listed(names)})")
-    repeated = [column for column in names if names.count(column) > 1]
-    if repeated:
-        raise BadInput(f"{name}: the table has two columns '{repeated[0]}': rename or drop one")
-    wanted = [x] if isinstance(x, str) else list(x or ())
-    for column in (*wanted, y, *columns):
-        if column not in names:
-            raise BadInput(f"{name}: no column '{column}'{nearest(column, names)} (columns: {listed(names)})")
-    features = wanted or remaining_columns(name, frame, {y, *columns})
-    for column in (*features, y):
-        without_gaps(name, frame, column, is_optional=column != y)
-    others = {column: frame[column].to_numpy() for column in names if column not in features and column != y}
-    return _numbers_of(name, "x", frame[features]).astype(np.float32), frame[y].to_numpy(), others, features
-
-
-def remaining_columns(where: str, frame: Any, reserved: Collection[str]) -> list[Any]:
-    """Return the columns of a table that have no other role: its features; the row numbers that pandas saves are none.
-
-    `where` names the table in messages.
-    """
-    names = [column for column in frame.columns if column not in reserved]
-    if SAVED_INDEX in names and frame[SAVED_INDEX].dtype.kind == "i":
-        log.warning(
-            "%s: the first column has no name and holds row numbers, as pandas saves them: it is not used as a feature",
-            where,
-        )
-        names.remove(SAVED_INDEX)
-    return names
-
-
-def without_gaps(where: str, frame: Any, name: str, *, is_optional: bool = True) -> Any:
-    """Return a column of a table; refuse it if values are missing or infinite.
-
-    `where` names the table in messages, and `is_optional` says whether the column may be left out, as features may.
-    """
-    column = frame[name]
-    bad, what = np.flatnonzero(column.isna().to_numpy()), "a missing"
-    if not len(bad) and column.dtype.kind == "f":
-        bad, what = np.flatnonzero(np.isinf(column.to_numpy(np.float64))), "an infinite"
-    if len(bad):
-        more = f", and {plural(len(bad) - 1, 'other row')}" if len(bad) > 1 else ""
-        raise BadInput(
-            f"{where}: column '{name}' has {what} value in row {bad[0] + 1} (counted from 1 below the header){more}: "
-            + ("fill it, drop the row, or leave the column out" if is_optional else "fill it, or drop the row")
-        )
-    return column
 
 
 def is_frame(values: Any) -> bool:
@@ -262,7 +209,7 @@ def _numbers_of(name: str, what: str, frame: Any) -> NDArray[Any]:
 
 def _are_inputs(x: tuple[Any, ...], count: int) -> bool:
     """Return whether a tuple holds one array per input, and not one sample per element."""
-    if not all(isinstance(part, Tensor | np.ndarray | list) or is_frame(part) for part in x):
+    if not all(isinstance(part, Tensor | Mapped | np.ndarray | list) or is_frame(part) for part in x):
         return False
     return len(x) != count or all(getattr(part, "ndim", 1) > 0 and len(part) == count for part in x)
 

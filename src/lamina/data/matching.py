@@ -17,9 +17,10 @@ def match(test: Dataset, train: Dataset) -> Dataset:
     """Return test data with the training data's order of columns and numbers of text labels.
 
     Columns are matched by name if both data sets were tables, and by place otherwise. Images of another type or
-    normalisation are refused, and so are labels of another kind.
+    normalisation are refused, and so are tables prepared in another way and labels of another kind.
     """
     _refuse_other_images(test, train)
+    _refuse_other_preprocessing(test, train)
     return _with_labels_of(_with_columns_of(test, train), train)
 
 
@@ -52,6 +53,17 @@ def _refuse_other_images(test: Dataset, train: Dataset) -> None:
                 f"the images have {name} = {expected} in the training data and {given} in the test data: {advice}",
                 without_data=f"the images have another {name} in the test data than in the training data: {advice}",
             )
+
+
+def _refuse_other_preprocessing(test: Dataset, train: Dataset) -> None:
+    """Refuse a table whose features were fitted apart from the training data's: the same value is another number."""
+    one, other = train.preprocessing, test.preprocessing
+    if one is None or other is None or {*one.features} != {*other.features} or {*one.columns} == {*other.columns}:
+        return
+    raise BadInput(
+        "the test table was prepared apart from the training table, so its numbers mean something else: give "
+        "lamina.data.as_dataset(test, …, preprocessing=train.preprocessing)"
+    )
 
 
 def _with_columns_of(test: Dataset, train: Dataset) -> Dataset:

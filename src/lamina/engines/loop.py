@@ -32,7 +32,7 @@ from lamina.algorithms.primitives import clip_by_norm
 from lamina.base import rng
 from lamina.base.finite import all_finite
 from lamina.data.dataset import Dataset
-from lamina.data.feed import training_inputs
+from lamina.data.feed import as_augmentation, training_inputs
 from lamina.engines.divergence import StepCheck, diverged_upload
 from lamina.engines.personal import first_record, keep, personal_model, see, unpack
 from lamina.engines.state import RoundReport, RoundSums, State, client_weights, close_round, copy_buffers
@@ -181,7 +181,7 @@ class Loop:
         data, device = self.data, self.objective.device
         index = torch.from_numpy(plan.batch(c, k)).to(device)
         x = map_batch(lambda values: values[index], data.x)
-        augmentation = self.protocol.augmentation
+        augmentation = as_augmentation(self.protocol.augmentation)
         keys = None if augmentation is None else torch.from_numpy(plan.augment_keys(c, k)).to(device)
         inputs = training_inputs(x, keys, augmentation, data.mean, data.std, self.objective.dtype)
         stream = torch.from_numpy(plan.dropout_stream(c, k)).to(device)

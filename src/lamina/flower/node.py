@@ -31,8 +31,10 @@ from lamina.flower.wire import Task
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan, RoundPlan
+from lamina.rounds.settings import TrainSettings, is_own_augmentation, own_name
 from lamina.training.evaluation import sample_means
 from lamina.training.preflight import check_evaluation, check_training
+from lamina.training.preflight.inputs import check_augmentation
 
 log = logging.getLogger(__name__)
 MAX_SAMPLES_PER_ROUND = 10**8  # that a task may have a node train on
@@ -90,7 +92,7 @@ class Node(ClientApp):
         """Train locally for one round; the client's new state is on disk before the update is sent."""
         task, store, data = self._begin(content, context)
         objective, sent_down, record = self.objective, *self._given(content, task, store)
-        loop, plan = Loop(self.algorithm, objective, data, task.protocol), self._plan(task, data)
+        loop, plan = Loop(self.algorithm, objective, data, self._protocol(task)), self._plan(task, data)
         needs = self.algorithm.needs(task.round)
         info = ClientInfo(task.round, task.protocol.lr, objective.layers, steps=float(plan.steps[0]))
         kept = unpack(objective, record)
@@ -120,7 +122,7 @@ class Node(ClientApp):
         sent_x = self._sent_model(content)
         record = self._record(sent_x, task, store)
         x, buffers = personal_model(self.objective, sent_x, self._buffers(content), record)
-        loop = Loop(self.algorithm, self.objective, data, task.protocol)
+        loop = Loop(self.algorithm, self.objective, data, self._protocol(task))
         gradient = loop.full_gradient(x, buffers, self._plan(task, data), 0)
         if not all_finite(gradient):
             raise diverged(
@@ -158,8 +160,21 @@ class Node(ClientApp):
         task, store = self._accept(content, context)
         self.objective.refuse_rate(task.protocol.lr)
         data = self.setup.dataset(self.setup.data(context), self.objective)
-        check_training(self.objective, data, min(task.protocol.batch_size or len(data), len(data)))
+        dry_run = check_training(self.objective, data, min(task.protocol.batch_size or len(data), len(data)))
+        check_augmentation(dry_run, self._protocol(task).augmentation)
         return task, store, data
+
+    def _protocol(self, task: Task) -> TrainSettings:
+        """Return the settings of a task; the server can only name the augmentation that this node's own app has."""
+        named, own = task.protocol.augmentation, self.setup.protocol.augmentation
+        if not isinstance(named, str):
+            return task.protocol
+        if not is_own_augmentation(own) or own_name(own) != named:
+            raise BadInput(
+                "the server's augmentation is a function that this node's app does not have: run the same app on both "
+                "sides"
+            )
+        return dataclasses.replace(task.protocol, augmentation=own)
 
     def _accept(self, content: RecordDict, context: Context) -> tuple[Task, Store]:
         """Return the task in a message and the client's store; refuse a task for another node, or a replay."""

@@ -55,6 +55,7 @@ class Server:
         if setup.test is not None and setup.evaluate_on != "nodes":
             test_data = setup.dataset(setup.test(), self.objective)
             check_evaluation(self.objective, test_data, setup.metrics)
+            folder.preprocessing = test_data.preprocessing
         groups = setup.client_samples() if setup.evaluate_on != "nodes" else []
         groups = [group._replace(data=with_mask(group.data, self.objective.module)) for group in groups]
         self.evaluation = evaluation.Evaluation(setup.metrics, test_data, groups)

@@ -46,7 +46,7 @@ def one_hot(data):
         (["0.5", "1", "2", "unknown"], ["1", "2", "0.5", "1"], [1, 2, 0, 1]),
         (["0.5", "1", "2", "unknown"], ["1.0", "2.00", "0.5", "1."], [1, 2, 0, 1]),
         (["1", "2", "10", "x"], ["10", "2", "1", "2.5"], [1, 2, 0, None]),
-        (["01", "02", "1", "2"], ["1", "XX", "01", "02"], [2, None, 0, 1]),
+        (["01", "02", "1", "2"], ["1", "XX", "01", "02"], [1, None, 0, 2]),
         (["01", "02", "XX"], ["02", "01", "01"], [1, 0, 0]),
         (["01", "02"], ["1", "2"], [None, None]),
         (["true", "false"], ["false", "true", "?"], [0, 1, None]),
@@ -95,7 +95,7 @@ def test_test_rows_with_a_category_that_training_lacks_are_logged(folder, caplog
     (record,) = [each for each in caplog.records if "no training row" in each.message]
     assert record.name.startswith("lamina.")
     assert "test.csv: column 'c'" in record.message
-    assert "2 test rows, such as 'unknown'" in record.message
+    assert "2 rows, such as 'unknown'" in record.message
     assert "\n" not in record.message
 
 
@@ -227,7 +227,8 @@ def test_a_parquet_table_and_a_file_of_test_data(folder):
         (ROWS, {"categorical": []}, "column 'colour' holds no number in row 1 (counted from 1 below the header), "
          "'red', and 4 other rows: "),
         (ROWS.replace("40,", "n/a.,"), {}, "column 'age' holds no number in row 2 (counted from 1 below the header), "
-         "'n/a.': correct it or drop the row, list the column in data.categorical, or leave it out"),
+         "'n/a.': correct it or drop the row, list the column in categorical or dates, or leave the "
+         "column out"),
         (ROWS.replace("green,west", "green,"), {}, "column 'clinic' has a missing value in row 4 (counted from 1 below "
          "the header): fill it, or drop the row"),
         (ROWS, {"features": ["age", "grade"]}, "'grade' is a feature and has another role"),

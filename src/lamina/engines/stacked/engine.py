@@ -26,6 +26,7 @@ from torch import Tensor
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
 from lamina.base.errors import BadInput, Diverged
 from lamina.data.dataset import Dataset
+from lamina.data.feed import as_augmentation
 from lamina.data.parts import Indices
 from lamina.engines.devices import arithmetic
 from lamina.engines.loop import FIXED_CHUNK
@@ -120,7 +121,8 @@ class Stacked:
 
     @functools.cached_property
     def _problem(self) -> StackedObjective:
-        return StackedObjective(self.objective, self.data, self.forward, self.protocol.augmentation)
+        augmentation = as_augmentation(self.protocol.augmentation)
+        return StackedObjective(self.objective, self.data, self.forward, augmentation)
 
     def run_round(self, state: State, plan: RoundPlan, ahead: PlanAhead | None = None) -> tuple[State, RoundReport]:
         """Run one round of one experiment; `ahead` is called while a GPU works on it."""

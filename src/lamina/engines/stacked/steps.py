@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Number
 from lamina.data.dataset import Dataset
-from lamina.data.feed import Augment, training_inputs
+from lamina.data.feed import Augment, OwnAugmentation, training_inputs
 from lamina.engines.stacked.forward import CapturedForward, Forward, StackedForward, rounded
 from lamina.engines.stacked.independence import join, split
 from lamina.engines.stacked.side_stream import differentiate
@@ -96,7 +96,7 @@ class StackedObjective:
     objective: Objective
     data: Dataset  # on the objective's device
     forward: Forward
-    augmentation: Augment | None = None
+    augmentation: Augment | OwnAugmentation | None = None
     summed: bool = False  # for a gradient over all data: the model as it is evaluated, losses added up
 
     @property
@@ -163,7 +163,7 @@ class StackedObjective:
         """Return the inputs, augmented and normalised, and the targets of a batch."""
         data = self.data
         x = map_batch(lambda values: _take(values, batch.samples), data.x)
-        x = training_inputs(x, batch.keys, self.augmentation, data.mean, data.std, self.objective.dtype)
+        x = training_inputs(x, batch.keys, self.augmentation, data.mean, data.std, self.objective.dtype, batch.counts)
         return x, _take(data.y, batch.samples)
 
 

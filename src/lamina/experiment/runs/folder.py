@@ -3,6 +3,7 @@
 - ``config.json``: the whole configuration, with every default and "auto" replaced by what was used
 - ``environment.json``: versions, machine, time of the start
 - ``partition.json``: how many samples of each class every client holds, for reports
+- ``preprocessing.json``: how the features of a table were made, to prepare new tables for the model
 - ``metrics.jsonl``: a line per finished round
 - ``log.txt``: the lines of lamina's logger
 - ``checkpoints/``: see lamina.storage.checkpoint
@@ -32,6 +33,7 @@ import lamina
 from lamina.base.atomic import PARTIAL, sync_folder, write_file
 from lamina.base.errors import BadInput, Diverged, is_whole
 from lamina.base.text import plural
+from lamina.data.preprocessing import TablePreprocessing
 from lamina.engines.state import State
 from lamina.experiment.runs.environment import environment
 from lamina.experiment.runs.log_lines import LogLines
@@ -95,6 +97,7 @@ class RunFolder:
         self._metric = read_primary(self.config)  # the column that the best model is chosen by
         self.history = History(metric=self._metric)  # the rounds found in the folder
         self.partition: Mapping[str, Any] | None = None  # the content of partition.json, if it is to be written
+        self.preprocessing: TablePreprocessing | None = None  # the content of preprocessing.json
         self.complete = False
         self.diverged: Diverged | None = None
         self._file = MetricsFile(path / "metrics.jsonl")  # as found in the folder
@@ -239,6 +242,8 @@ class RunFolder:
             write_json(self.path / "environment.json", environment(self.config["run"]["device"]))
             if self.partition is not None:
                 write_json(self.path / "partition.json", self.partition)
+            if self.preprocessing is not None:
+                write_file(self.path / "preprocessing.json", self.preprocessing.to_json().encode())
             self._metrics = (self.path / "metrics.jsonl").open("ab")
             (self.path / REPLACED).unlink()
             sync_folder(self.path)

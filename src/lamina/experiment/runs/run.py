@@ -169,6 +169,7 @@ def train(
     for folder, simulation in zip(folders, simulations, strict=True):
         if isinstance(folder, RunFolder):
             folder.partition = describe_partition(simulation)
+            folder.preprocessing = simulation.train_data.preprocessing
     population = Population(simulations) if len(simulations) > 1 else None
     diverged: dict[int, Diverged] = {}
     for i, simulation in enumerate(simulations):  # killed after the checkpoint of a round with an infinite test loss

@@ -83,6 +83,7 @@ def check_run(
 ) -> DryRun:  # fmt: skip
     """Refuse a simulated run whose parts do not go together; return the dry run of its training data."""
     run = check_training(objective, train, plan.largest_batch)
+    inputs.check_augmentation(run, plan.protocol.augmentation)
     model.check_lone_samples(objective, train, plan)
     if test is None:
         metrics.check_metrics(run, chosen or ())

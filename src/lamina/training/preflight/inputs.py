@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lamina.base import rng
 from lamina.base.errors import BadInput, nearest
 from lamina.base.registry import parameters_of
 from lamina.base.text import listed
 from lamina.data.dataset import Dataset
-from lamina.data.feed import prepare
+from lamina.data.feed import Augment, OwnAugmentation, as_augmentation, draw, prepare
+from lamina.data.mapped import Mapped
 from lamina.objective.batch import Inputs, map_batch
+from lamina.objective.fingerprint import same_tensors
 from lamina.objective.objective import Objective
+from lamina.rounds.settings import is_own_augmentation
 from lamina.training.masks import MASK_FORMS, forward_of
 from lamina.training.preflight.dry_run import DryRun
 
@@ -66,7 +70,7 @@ def check_token_ids(run: DryRun) -> None:
     if not any(isinstance(layer, EMBEDDINGS) for layer in objective.module.modules()):
         return
     # The largest and smallest values of every position, as two samples: cheap, but they need not occur together.
-    extremes = map_batch(lambda values: torch.stack([values.amax(0), values.amin(0)]), data.x)
+    extremes = map_batch(_extremes, data.x)
     if all(ids.have_rows for ids in _token_ids(objective, [prepare(extremes, data.mean, data.std, objective.dtype)])):
         return
     starts = range(0, len(data), CHUNK_SAMPLES)
@@ -81,6 +85,35 @@ def check_token_ids(run: DryRun) -> None:
                 f"{layer} gets the id {ids.high if ids.low >= 0 else ids.low} from the {name} data, but {rows}",
                 without_data=f"{layer} gets an id from the {name} data that it has no row for: {rows}",
             )
+
+
+def check_augmentation(run: DryRun, augmentation: Augment | OwnAugmentation | str | None) -> None:
+    """Refuse a function of the user's that does not return a batch, or draws other random numbers than its own."""
+    if not is_own_augmentation(augmentation):
+        return
+    function = as_augmentation(augmentation)
+    copies = [map_batch(Tensor.clone, run.inputs) for _ in range(2)]
+    results = []
+    for seed, batch in enumerate(copies):  # process-wide generators in two states
+        with rng.forked(run.objective.device, seed=seed):
+            results.append(draw(function, batch, key=1))  # type: ignore[arg-type]
+    if not same_tensors(*map(_without_nan, results)):
+        raise BadInput(
+            "the augmentation gives another result when it is called again with the same generator: let it draw all "
+            "random numbers from it, as in torch.rand(n, generator=generator)"
+        )
+
+
+def _without_nan(batch: Inputs) -> Inputs:
+    result: Inputs = map_batch(lambda values: values.nan_to_num() if values.is_floating_point() else values, batch)
+    return result
+
+
+def _extremes(values: Tensor | Mapped) -> Tensor:
+    """Return the largest and the smallest value of every position [2, ...]."""
+    if isinstance(values, Mapped):
+        values = torch.cat([_extremes(chunk) for chunk in values.chunks()])
+    return torch.stack([values.amax(0), values.amin(0)])
 
 
 @dataclass

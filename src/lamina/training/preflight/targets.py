@@ -7,6 +7,7 @@ import logging
 from lamina.base.errors import BadInput
 from lamina.base.text import listed
 from lamina.data.dataset import Dataset
+from lamina.data.feed import Augment
 from lamina.objective import losses
 from lamina.objective.losses import IGNORED, class_axis, counted, is_binary
 from lamina.rounds.settings import TrainSettings
@@ -25,7 +26,7 @@ def check_settings(protocol: TrainSettings, data: Dataset) -> None:
             "cross_entropy needs classes, but the labels are floats: for classes, convert them to integers (in an "
             "experiment file: data.task = 'classification'); for regression, use loss='mse'"
         )
-    if protocol.augmentation is not None and data.y.dim() > 2:
+    if isinstance(protocol.augmentation, Augment) and data.y.dim() > 2:
         raise BadInput("augmentation moves the pixels of x, but not those of y: switch it off for target maps")
 
 
