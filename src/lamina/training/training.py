@@ -39,6 +39,7 @@ from lamina.training.diagnostics import Diagnostics, check_names
 from lamina.training.evaluation import (
     ClientSamples,
     Evaluation,
+    in_order,
     refuse_nonfinite,
     reserved_samples,
     round_row,
@@ -237,7 +238,10 @@ class Training:
                 "client_metrics needs an accuracy (class labels, one output per class or one logit for two, a loss "
                 "other than 'mse') and clients that keep their data"
             )
-        return [ClientSamples("client_", "", self.train_data, parts, pooled=False), *reserved]
+        on_training_data = ClientSamples("client_", "", self.train_data, parts, pooled=False)
+        if self.objective.mixes_samples:
+            on_training_data = in_order(on_training_data)
+        return [on_training_data, *reserved]
 
 
 def evaluate_together(simulations: Sequence[Training], *, always: bool = False) -> list[dict[str, float]]:
