@@ -118,7 +118,7 @@ class Objective:
         train: bool,
         streams: Tensor | None = None,
     ) -> Any:
-        """Return what the module returns at parameters x; in training mode, it updates `buffers` in place, as modules do.
+        """Return what the module returns at parameters x; in training, it updates `buffers` in place, as modules do.
 
         `streams` is the random stream [1] that dropout draws its masks from; stream 0 unless given.
         """
