@@ -55,13 +55,14 @@ class Simulation(Training):
     Args:
         model: any module; it is copied, and its trainable parameters are the start. Or a function that returns a new
             module, or a model's name: their weights depend on the seed. A function with arguments `input_shape` and
-            `classes` receives them from the data. The outputs are the tensor that the module returns, its result's
-            `.logits` or ["logits"], or the first element of a tuple.
+            `classes` receives them from the data. It may return a tensor, or a tuple, a dict or an object of tensors,
+            of which losses and metrics by name take `.logits`, ["logits"] or the first element.
         train: the training data: a `Dataset`, a pair (x, y), a torch or a `datasets` data set; x may be a tensor (or
             array, list, table), a tuple or a dict of them: the model is called as ``model(x)``, ``model(*x)`` or
-            ``model(**x)``. Or training and test data: the result of `lamina.data.load` or `Dataset.holdout`, or the
-            name of a data set. Or a list with the data set of every client, or a dict with their names: then `clients`
-            and `partition` are left out, and `test` may be by client as well.
+            ``model(**x)``. y may be a tuple or a dict as well, for a loss of yours. Or training and test data: the
+            result of `lamina.data.load` or `Dataset.holdout`, or the name of a data set. Or a list with the data set of
+            every client, or a dict with their names: then `clients` and `partition` are left out, and `test` may be by
+            client as well.
         algorithm: an algorithm, or the name of one (its defaults).
         test: data to evaluate on; without it, metrics and loss are not reported.
         metrics: what to report besides the loss, by names, functions of (outputs, targets) or `lamina.Metric` objects;
@@ -87,7 +88,8 @@ class Simulation(Training):
             "centred_clipping", or an object such as `lamina.aggregation.TrimmedMean(0.1)`. All but the mean keep the
             uploads of the whole cohort in memory.
         loss: a name in `lamina.losses.LOSSES` (default "cross_entropy"), "module:function", or a function of (outputs,
-            targets) that returns one loss per sample [n].
+            targets), all that the model returns and the targets, that returns one loss per sample [n];
+            `lamina.losses.per_batch(function)` for one that returns a single number for a batch.
         augmentation: random crop and flip of training images, such as `lamina.data.Augment(pad=4)`, or a function of
             (batch, generator) that returns the changed batch, by itself or as "module:function": the batch is one
             client's inputs of one local step as the model gets them, images normalised; the generator, on the batch's

@@ -36,7 +36,7 @@ from lamina.data.feed import as_augmentation, training_inputs
 from lamina.engines.divergence import StepCheck, diverged_upload
 from lamina.engines.personal import first_record, keep, personal_model, see, unpack
 from lamina.engines.state import RoundReport, RoundSums, State, client_weights, close_round, copy_buffers
-from lamina.objective.batch import Inputs, map_batch
+from lamina.objective.batch import Inputs, Targets, take
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.aggregation import combine_vectors
 from lamina.rounds.plan import RoundPlan
@@ -52,7 +52,7 @@ class StepBatch(NamedTuple):
     """The samples of one local step, and its randomness: every gradient of the step has the same dropout masks."""
 
     inputs: Inputs
-    targets: Tensor
+    targets: Targets
     stream: Tensor  # the key of lamina's own dropout masks [1], the same in all engines
     seed: int  # of torch's generators, for a module that draws random numbers itself
 
@@ -180,12 +180,12 @@ class Loop:
         """Gather, augment and normalise the batch of the c-th active client's step k."""
         data, device = self.data, self.objective.device
         index = torch.from_numpy(plan.batch(c, k)).to(device)
-        x = map_batch(lambda values: values[index], data.x)
+        x = take(data.x, index)
         augmentation = as_augmentation(self.protocol.augmentation)
         keys = None if augmentation is None else torch.from_numpy(plan.augment_keys(c, k)).to(device)
         inputs = training_inputs(x, keys, augmentation, data.mean, data.std, self.objective.dtype)
         stream = torch.from_numpy(plan.dropout_stream(c, k)).to(device)
-        return StepBatch(inputs, data.y[index], stream, rng.torch_seed(int(plan.streams[c]), "dropout", k))
+        return StepBatch(inputs, take(data.y, index), stream, rng.torch_seed(int(plan.streams[c]), "dropout", k))
 
     def full_gradient(self, x: Tensor, buffers: Buffers, plan: RoundPlan, c: int) -> Tensor:
         """Return the gradient over all data of the c-th active client, with fixed BatchNorm statistics."""
@@ -194,7 +194,7 @@ class Loop:
         for part in torch.split(index, FIXED_CHUNK if self.objective.evaluates_by_batch else FULL_GRADIENT_CHUNK):
             inputs = data.inputs(part, self.objective.dtype)
             with rng.forked(x.device, seed=0):  # for a module that draws random numbers even when it is evaluated
-                grad, _ = self.objective.gradient(x, buffers, inputs, data.y[part], train=False)
+                grad, _ = self.objective.gradient(x, buffers, inputs, take(data.y, part), train=False)
             total = total + grad * (len(part) / len(index))
         return total
 

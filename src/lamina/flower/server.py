@@ -252,7 +252,7 @@ class Server:
         metrics: dict[str, float] = {"evaluating_nodes": len(results), "evaluation_bytes": self.mail.traffic.down}
         chosen = self.setup.node_metrics
         for metric in evaluation.with_loss((ACCURACY,) if chosen is None else chosen):
-            name, weight = evaluation.mean_name(metric), evaluation.weight_name(metric)
+            name, weight = metric.name, evaluation.weight_name(metric)
             nodes = [one for one in results.values() if name in one.figures]
             means = [(one.figures[name], one.examples * one.figures[weight]) for one in nodes]
             if means:

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lamina.base.errors import BadInput
-from lamina.objective.batch import Inputs, arguments, outputs_of
+from lamina.objective.batch import Inputs, Targets, arguments
 from lamina.objective.dropout import set_streams, stream_layers, with_streams
 from lamina.objective.fingerprint import alike, attributes_digest, same_tensors
 from lamina.objective.functional_dropout import FunctionalDropout
 from lamina.objective.layers import Layers
-from lamina.objective.losses import Loss, as_loss
+from lamina.objective.losses import Loss, PerBatch, as_loss, losses_of
+from lamina.objective.outputs import map_outputs
 from lamina.objective.private import Private
 
 Buffers = dict[str, Tensor]
@@ -72,8 +73,8 @@ class Objective:
         # a layer the user froze with .eval() in a module that trains (BatchNorm, usually) stays as it is
         self.always_evaluated = {n for n, m in module.named_modules() if not m.training} if module.training else set()
         norms = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-        # without running statistics, a sample's output depends on the samples it is evaluated with
-        self.evaluates_by_batch = any(norm.running_mean is None for norm in norms)
+        # without running statistics, a sample's output depends on the samples it is evaluated with, as may a loss
+        self.evaluates_by_batch = self.mixes_samples or any(norm.running_mean is None for norm in norms)
         self._other_names = _other_names(module)
         self._has_rnn = any(isinstance(m, nn.RNNBase) for m in module.modules())
         self.autocasts = False  # whether gradients are computed in bfloat16, as far as torch.autocast does that
@@ -131,6 +132,11 @@ class Objective:
             notes.append(f"keeps {own:,} trained parameters with each client ({count} private tensors)")
         return "; ".join(notes)
 
+    @property
+    def mixes_samples(self) -> bool:
+        """Whether the loss is one of a whole batch, which must hold the samples of a single client."""
+        return isinstance(self.loss, PerBatch)
+
     def in_type(self, dtype: torch.dtype) -> Objective:
         """Return the same objective in another floating type."""
         if dtype == self.dtype:
@@ -146,13 +152,12 @@ class Objective:
         *,
         train: bool,
         streams: Tensor | None = None,
-    ) -> Tensor:
-        """Return the module's outputs at parameters x; in training mode `buffers` is updated in place, as modules do.
+    ) -> Any:
+        """Return what the module returns at parameters x; in training, it updates `buffers` in place, as modules do.
 
         `streams` is the random stream [1] that dropout draws its masks from; stream 0 unless given.
         """
-        outputs: Tensor = self.outputs_at(self.layers.unflatten(x), buffers, inputs, train=train, streams=streams)
-        return outputs
+        return self.outputs_at(self.layers.unflatten(x), buffers, inputs, train=train, streams=streams)
 
     def outputs_at(
         self,
@@ -163,7 +168,7 @@ class Objective:
         train: bool,
         streams: Tensor | None = None,
         module: nn.Module | None = None,
-        on_outputs: Callable[[Tensor], Any] | None = None,
+        on_outputs: Callable[[Any], Any] | None = None,
         autocast: bool = False,
     ) -> Any:
         """Return what `outputs` returns, with the parameters given by name.
@@ -182,9 +187,8 @@ class Objective:
             # without its cache, which a captured step cannot use
             rounding = torch.autocast(self.device.type, torch.bfloat16, enabled=autocast, cache_enabled=False)
             with rounding, self.functional.in_training(train):
-                outputs = outputs_of(module(*args, **kwargs))
-            if autocast and outputs.is_floating_point():
-                outputs = outputs.to(self.dtype)
+                outputs = module(*args, **kwargs)
+            outputs = self.in_own_type(outputs) if autocast else outputs
             set_streams(dropouts, None)  # dropout that a backward pass runs again would draw other masks
             return outputs if on_outputs is None else on_outputs(outputs)
 
@@ -198,6 +202,14 @@ class Objective:
             raise
         finally:
             set_streams(dropouts, None)
+
+    def losses(self, outputs: Any, targets: Targets) -> Tensor:
+        """Return the loss of every sample [n], from what the module returns."""
+        return losses_of(self.loss, outputs, targets)
+
+    def in_own_type(self, outputs: Any) -> Any:
+        """Return what the module returns with floating-point numbers in the type of the parameters."""
+        return map_outputs(lambda values: values.to(self.dtype) if values.is_floating_point() else values, outputs)
 
     @property
     def tied(self) -> set[str]:
@@ -231,7 +243,7 @@ class Objective:
         x: Tensor,
         buffers: Mapping[str, Tensor],
         inputs: Inputs,
-        targets: Tensor,
+        targets: Targets,
         *,
         train: bool = True,
         streams: Tensor | None = None,
@@ -249,7 +261,7 @@ class Objective:
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         inputs: Inputs,
-        targets: Tensor,
+        targets: Targets,
         *,
         train: bool = True,
         streams: Tensor | None = None,
@@ -266,12 +278,12 @@ class Objective:
 
     def _differentiate(
         self, parameters: Mapping[str, Tensor], leaves: Sequence[Tensor], buffers: Mapping[str, Tensor], inputs: Inputs,
-        targets: Tensor, train: bool, streams: Tensor | None, weights: Tensor | None,
+        targets: Targets, train: bool, streams: Tensor | None, weights: Tensor | None,
     ) -> tuple[Sequence[Tensor], Tensor]:  # fmt: skip
         """Return the gradients with respect to the leaves that the parameters are made of, and the loss."""
 
-        def differentiate(outputs: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-            losses = self.loss(outputs, targets)
+        def differentiate(outputs: Any) -> tuple[Sequence[Tensor], Tensor]:
+            losses = self.losses(outputs, targets)
             loss = losses.mean() if weights is None else losses @ weights
             if not loss.requires_grad:
                 raise BadInput("there is no gradient: the loss does not depend on any trainable parameter")

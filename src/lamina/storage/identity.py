@@ -164,7 +164,7 @@ def _partition_digest(clients: Clients) -> dict[str, str]:
 def dataset_digest(data: Dataset) -> str:
     """Return a digest of a data set's samples, labels and normalisation, the same on every device; made once."""
     if data not in _data_digests:
-        facts = [as_json(data.mean), as_json(data.std), map_batch(content_digest, data.x), content_digest(data.y)]
+        facts = [as_json(data.mean), as_json(data.std), *(map_batch(content_digest, part) for part in (data.x, data.y))]
         _data_digests[data] = json_digest(facts)
     return _data_digests[data]
 

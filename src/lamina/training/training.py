@@ -41,6 +41,7 @@ from lamina.training.diagnostics import Diagnostics, check_names
 from lamina.training.evaluation import (
     ClientSamples,
     Evaluation,
+    in_order,
     refuse_nonfinite,
     reserved_samples,
     round_row,
@@ -267,7 +268,8 @@ class Training:
                 "other than 'mse') and clients that keep their data"
             )
         everyone = range(self.plan.clients.count)
-        return [ClientSamples("client_", "", self.train_data, parts, pooled=False, clients=everyone), *reserved]
+        own = ClientSamples("client_", "", self.train_data, parts, pooled=False, clients=everyone)
+        return [in_order(own) if self.objective.mixes_samples else own, *reserved]
 
 
 def evaluate_together(simulations: Sequence[Training], *, always: bool = False) -> list[dict[str, float]]:
