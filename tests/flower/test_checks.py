@@ -327,13 +327,16 @@ def test_wrong_limits_are_one_clear_line(given):
         ({"rmse": -1.0}, "its rmse is -1.0"),
         ({"rmse": float("nan")}, "its rmse is nan"),
         ({"rmse": 1e31}, "its rmse is 1e[+]31"),
+        ({"rmse": 2.0, "perplexity": -1.0}, "its perplexity is -1.0"),
+        ({"rmse": 2.0, "perplexity/weight": 0.0, "top5_accuracy": 0.5}, "its perplexity/weight is 0.0"),
         ({"rmse": 2.0, "top5_accuracy": 1.5}, "its top5_accuracy is 1.5"),
         ({"rmse": 2.0, "top5_accuracy": 0.5, "top5_accuracy/weight": 0.0}, "its top5_accuracy/weight is 0.0"),
         ({"rmse": 2.0, "top5_accuracy": 0.5, "loss/weight": 2.0}, "its loss/weight is 2.0"),
     ],
 )
 def test_a_node_must_report_sound_metrics(figures, why):
-    content = wire.content_of({"figures": {"examples": 5, "loss": 0.5, **figures}})
+    tokens = {"perplexity": 0.5, "perplexity/weight": 7.0}  # the mean loss of a token, and how many a sample has
+    content = wire.content_of({"figures": {"examples": 5, "loss": 0.5, **tokens, **figures}})
     metrics = find_all(["rmse", "perplexity", "top5_accuracy"])
     with pytest.raises(Refused, match=why):
         read_evaluation(content, Limits(), metrics=metrics)
