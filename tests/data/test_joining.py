@@ -192,3 +192,12 @@ def test_a_function_for_experiment_files_may_return_the_data_of_clients(tmp_path
     train, test = lamina.data.load("wards_of_mine:load", client="client")
     assert train.columns["client"].tolist() == ["b"] * 4 + ["a"] * 2
     assert test.client_column == "client"
+
+
+def test_targets_may_be_tuples_and_dicts():
+    clients = [(torch.zeros(n, 2), {"kind": torch.arange(n) % 2, "size": torch.ones(n)}) for n in (2, 3)]
+    joined = as_data(clients)
+    assert {name: value.tolist() for name, value in joined.y.items()} == {"kind": [0, 1, 0, 1, 0], "size": [1.0] * 5}
+    clients[1][1].pop("size")
+    with pytest.raises(lamina.BadInput, match="client 1 has other targets"):
+        as_data(clients)

@@ -64,7 +64,7 @@ def _is_pair(item: Any) -> bool:
     if not isinstance(item, tuple | list) or len(item) != 2:
         return False
     has_axes = [getattr(part, "ndim", 0) > 0 for part in item]
-    return all(has_axes) or (isinstance(item, tuple) and isinstance(item[1], list | np.ndarray | Tensor))
+    return all(has_axes) or (isinstance(item, tuple) and isinstance(item[1], list | dict | tuple | np.ndarray | Tensor))
 
 
 def _joined(items: Mapping[Any, Any], name: str) -> Dataset:
@@ -91,7 +91,7 @@ def _joined(items: Mapping[Any, Any], name: str) -> Dataset:
     return dataclasses.replace(
         first,
         x=x,
-        y=_cat(_of_one_length([part.y for part in parts.values()], fill=-100 if first.y.dim() == 2 else None)),
+        y=_joined_targets(list(parts.values())),
         classes=classes,
         mask=mask,
         columns=columns,
@@ -136,8 +136,13 @@ def _difference(part: Dataset, first: Dataset) -> str:
         is_padded = what == "x" and (part.mask is not None or first.mask is not None)
         if shapes[0][is_padded:] != shapes[1][is_padded:]:
             return f"{what} of another shape ({list(shapes[0])}, not {list(shapes[1])})"
-    if part.y.is_floating_point() != first.y.is_floating_point() or part.y.dim() != first.y.dim():
-        return f"targets of another kind ({part.y.dtype} {list(part.y.shape[1:])})"
+    targets, others = named_tensors(part.y, "y"), named_tensors(first.y, "y")
+    if type(part.y) is not type(first.y) or targets.keys() != others.keys():
+        return f"other targets ({', '.join(targets)})"
+    for what, y in targets.items():
+        if y.is_floating_point() != others[what].is_floating_point() or y.dim() != others[what].dim():
+            kind = "targets" if what == "y" else what
+            return f"{kind} of another kind ({y.dtype} {list(y.shape[1:])})"
     for field in ("mean", "std", "class_names", "column_names"):
         if getattr(part, field) != getattr(first, field):
             return f"another {field}"
@@ -158,6 +163,13 @@ def _joined_inputs(parts: Sequence[Dataset]) -> tuple[Inputs, Any]:
         )
     masks = [part.x.new_ones(part.x.shape[:2], dtype=torch.bool) if part.mask is None else part.mask for part in parts]
     return _cat(_of_one_length([part.x for part in parts], fill=0)), _cat(_of_one_length(masks, fill=0))
+
+
+def _joined_targets(parts: Sequence[Dataset]) -> Any:
+    """Return the targets of all clients; maps [n, length] are padded with -100, which does not count."""
+    lists = zip(*(tensors(part.y) for part in parts), strict=True)
+    joined = iter([_cat(_of_one_length(list(ys), fill=-100 if ys[0].dim() == 2 else None)) for ys in lists])
+    return map_batch(lambda _: next(joined), parts[0].y)
 
 
 def _of_one_length(values: list[Tensor], fill: int | None) -> list[Tensor]:
