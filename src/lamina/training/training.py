@@ -25,6 +25,7 @@ from lamina.base.errors import BadInput, unknown
 from lamina.base.limits import check_count
 from lamina.data.dataset import Dataset
 from lamina.data.matching import match
+from lamina.data.samples import describe_samples
 from lamina.engines.choice import Engine, choose_engine
 from lamina.engines.devices import Precision, arithmetic, check_model_fits, usable_precision
 from lamina.engines.stacked.engine import Stacked
@@ -115,6 +116,7 @@ class Training:
             log.info("the model %s", self.objective.frozen_note())
 
         # the data, and which client trains on which of them in a round
+        self.samples = describe_samples(train)  # for a run's folder: what new data must look like
         self.train_data = with_mask(train, module).to(device)
         warn_of_padding(self.train_data)
         self.test_data = None if test is None else with_mask(match(test, train), module).to(device)

@@ -46,7 +46,7 @@ def read(
         client: The name of the array that names the client of every training sample.
     """
     file = own_path(root, path)
-    where, where_test, arrays, held_out = str(file), str(test), _read_file(file), None
+    where, where_test, arrays, held_out = str(file), str(test), read_file(file), None
     if f"{features}_train" in arrays and features not in arrays:
         if test is not None:
             raise BadInput(f"{file} holds '{features}_train': take data.test out, its test data are '{features}_test'")
@@ -56,7 +56,7 @@ def read(
             for end in ("_train", "_test")
         )
     elif isinstance(test, str):
-        held_out = _read_file(own_path(root, test))
+        held_out = read_file(own_path(root, test))
     _check_arrays(where, arrays, [features, label, *([client] if client else [])])
     if held_out is not None:
         _check_arrays(where_test, held_out, [features, label])
@@ -70,7 +70,7 @@ def read(
     return splits._replace(train=dataclasses.replace(splits.train, columns=columns))
 
 
-def _read_file(file: Path) -> Arrays:
+def read_file(file: Path) -> Arrays:
     """Return all arrays of a file by name; nothing is unpickled."""
     if file.suffix not in (".npz", ".safetensors"):
         raise BadInput(f"'{file}' is neither a .npz nor a .safetensors file")

@@ -33,7 +33,7 @@ NO_PART_OF_IDENTITY = {
 FILES = {
     "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
     "model.safetensors", "diverged.json", "tensorboard", "mlflow.json", "federation.jsonl", "starts", "partition.json",
-    "preprocessing.json",
+    "model.json", "preprocessing.json",
 }  # fmt: skip
 REPLACED = f"replaced{PARTIAL}"  # a file in the folder of a run that is being deleted
 CHOOSE_ANOTHER = "choose another with --out (out=…), or give --overwrite (overwrite=True)"

@@ -22,6 +22,7 @@ from lamina.engines.stacked.engine import Stacked
 from lamina.experiment.build import choose_threads
 from lamina.experiment.config import Experiment
 from lamina.experiment.runs.folder import RunFolder
+from lamina.experiment.runs.model_file import describe_model
 from lamina.storage.checkpoint import Checkpoints, load_newest
 from lamina.storage.identity import of_run
 from lamina.training.evaluation import refuse_nonfinite
@@ -168,7 +169,7 @@ def train(
     torch.set_num_threads(choose_threads(experiment, simulations[0].objective.start.numel()))
     for folder, simulation in zip(folders, simulations, strict=True):
         if isinstance(folder, RunFolder):
-            folder.partition = describe_partition(simulation)
+            folder.partition, folder.model = describe_partition(simulation), describe_model(simulation, experiment)
             folder.preprocessing = simulation.train_data.preprocessing
     population = Population(simulations) if len(simulations) > 1 else None
     diverged: dict[int, Diverged] = {}
