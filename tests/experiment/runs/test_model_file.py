@@ -28,7 +28,7 @@ def test_laminas_losses_are_built_with_their_values(tmp_path, loss):
 
 def test_the_values_of_a_users_object_are_not_stored(tmp_path):
     stored = stored_loss(tmp_path, nn.CrossEntropyLoss(reduction="none"))
-    with pytest.raises(MissingCode, match="an object of your class .*CrossEntropyLoss"):
+    with pytest.raises(MissingCode, match=r"an object of your class .*CrossEntropyLoss"):
         build_loss(stored)
 
 
