@@ -94,6 +94,7 @@ class Simulation(Training):
         precision: the model's arithmetic: "fp32", "tf32", or "bf16" (weights and optimiser state stay float32).
         deterministic: on a GPU, the same bits in every run on the same machine, at some cost; a CPU gives them anyway.
         evaluate_every: evaluate on the test data after every n-th round, and at the end of `run`.
+        patience: stop when the first metric on the test data has not improved in so many evaluations.
         client_metrics: also report the metrics on every client's own training data (mean, worst 10 % and spread).
         trust_ratios: also report the trust ratios of the layer-wise methods, of every client's last local step.
         diagnostics: quantities of the papers' theory to report in the rounds that are evaluated, by name: "gradient",
@@ -124,6 +125,7 @@ class Simulation(Training):
         precision: Precision = "fp32",
         deterministic: bool = False,
         evaluate_every: int = 1,
+        patience: int | None = None,
         client_metrics: bool = False,
         trust_ratios: bool = False,
         diagnostics: Sequence[str] = (),
@@ -167,6 +169,7 @@ class Simulation(Training):
             heldout_clients=heldout_clients,
             local_test=local_test,
             metrics=chosen_metrics,
+            patience=patience,
         )
         self._accept_changed_code = accept_changed_code
         self._checkpoints: Checkpoints | None = None  # of the folder that `save` or `restore` used last
@@ -196,6 +199,7 @@ class Simulation(Training):
                     "metrics": metrics,
                     "heldout_clients": heldout_clients,
                     "local_test": local_test,
+                    "patience": patience,
                 },
             )
             self._recorder.restore(self)
@@ -203,7 +207,7 @@ class Simulation(Training):
     def run(
         self, rounds: int, on_round: Callable[[Row], None] | None = None, *, progress: bool | None = None
     ) -> History:
-        """Train for `rounds` more rounds and return the history.
+        """Train for `rounds` more rounds, or until `patience` stops the run, and return the history.
 
         With a folder (`out`), rounds that it held when the simulation was created count: the same script, started
         again, trains only what is left.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lamina.base.text import plural
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, echo
 
@@ -66,7 +67,8 @@ def run(
         if isinstance(folder, RunFolder) and folder.ended:
             if folder.diverged is not None:
                 raise folder.diverged
-            base.print_complete(path, folder.history)
+            more = "train.patience" if folder.history.has_stalled(experiment.train.patience) else "train.rounds"
+            base.print_complete(path, folder.history, more)
             return
         done = running.resume([simulation], [folder])
         if done:
@@ -85,6 +87,8 @@ def run(
     if stopped:
         raise Interrupted(f"stopped after round {simulation.state.round} of {rounds}; {how_to_resume}")
     base.print_summary(simulation.history, f"{simulation.algorithm.card.title}: ")
+    if simulation.has_stopped and len(simulation.history) < rounds:
+        echo(f"stopped early: no better {simulation.metric} in {plural(simulation.patience or 0, 'evaluation')}")
     if simulation.objective.frozen:
         echo(f"the model {simulation.objective.frozen_note()}")
     echo(f"records and model in {path}/")

@@ -199,6 +199,19 @@ class History(Sequence[Row]):
         levels[is_measured] = worst.accumulate(means[::-1])[::-1]
         return levels
 
+    def has_stalled(self, patience: int | None) -> bool:
+        """Return whether none of the last `patience` values of `metric` is better than all before; False if None.
+
+        >>> history = History([{"round": i + 1, "loss": loss} for i, loss in enumerate([0.9, 0.5, 0.5, 0.6])])
+        >>> history.has_stalled(2), history.has_stalled(3)
+        (True, False)
+        """
+        values = self._finite(self.metric, optional=True)
+        if patience is None or not len(values):
+            return False
+        best = values.argmin() if smaller_is_better(self.metric) else values.argmax()  # the first of equal values
+        return len(values) - 1 - int(best) >= patience
+
     def _first_round(self, values: NDArray[np.float64], target: float, name: str) -> int | None:
         """Return the first round whose value of a column reaches a target, or None."""
         sign = -1 if smaller_is_better(name) else 1

@@ -83,6 +83,7 @@ class Training:
 
     Args:
         metrics: the primary one first; None: the accuracy, where there is one, else the loss.
+        patience: as for `Simulation`.
     """
 
     def __init__(
@@ -100,7 +101,11 @@ class Training:
         heldout_clients: Heldout | None,
         local_test: float | None,
         metrics: Sequence[Metric] | None,
+        patience: int | None = None,
     ) -> None:
+        if patience is not None and test is None:
+            raise BadInput("patience counts evaluations on test data without a better value: give test=(x, y)")
+        self.patience = None if patience is None else check_count("patience", patience)
         # what trains, by which settings, where
         self.algorithm, self.protocol, self.options, self.device = algorithm, protocol, options, device
         self.precision, self.deterministic = usable_precision(options.precision, device), options.deterministic
@@ -153,9 +158,12 @@ class Training:
         self._planned: RoundPlan | None = None  # the next round's plan, if it was computed ahead
 
     def run(self, rounds: int, on_round: Callable[[Row], None] | None = None) -> History:
-        """Train for `rounds` more rounds and return the history; `on_round` is called with every round's metrics."""
+        """Train for `rounds` more rounds and return the history; `on_round` is called with every round's metrics.
+
+        With `patience`, training may stop earlier.
+        """
         last = self.state.round + check_count("run: rounds", rounds, least=0)
-        while self.state.round < last:
+        while self.state.round < last and not self.has_stopped:
             row = self.run_round(evaluate=self.state.round + 1 == last)
             if on_round is not None:
                 on_round(row)
@@ -216,6 +224,11 @@ class Training:
     def model(self) -> nn.Module:
         """A copy of the trained module in evaluation mode; later rounds do not change it."""
         return copy_module(self.objective.module_at(self.state.server.x, self.state.buffers)).eval()
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the run has ended early: no better value of the metric within `patience` evaluations."""
+        return self.history.has_stalled(self.patience)
 
     @property
     def metric(self) -> str:

@@ -46,6 +46,7 @@ from lamina.experiment.runs.records import (
     accepted_changes,
     check_config,
     differences,
+    has_all_rounds,
     names_in,
     read_diverged,
     read_environment,
@@ -161,7 +162,7 @@ class RunFolder:
         if how is not None:
             number = how.get("round", count + 1)
             self.diverged = Diverged(how["message"], round=number, client=how.get("client"), layer=how.get("layer", ""))
-        self.complete = count == self._model_round == self.config["train"]["rounds"]
+        self.complete = count == self._model_round and has_all_rounds(self.history, self.config)
         self._refuse_without_checkpoint(stored, finished)
 
     def _refuse_without_checkpoint(self, stored: Mapping[str, Any], finished: int) -> None:
