@@ -16,7 +16,7 @@ from lamina import algorithms
 from lamina.base.errors import BadInput, is_whole, nearest, short_repr
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
-from lamina.data.partitions import PARTITIONS, Reallocate
+from lamina.data.partitions import PARTITIONS, ByColumn, Reallocate
 from lamina.data.readers.own import FORMATS
 from lamina.engines.ranks import Ranks
 from lamina.experiment.build import resolved
@@ -84,6 +84,8 @@ def describe(
         partition = {"name": "by-column", "column": GIVEN_CLIENTS}
     elif clients is not None:
         tree["data"]["clients"] = int(clients)
+    elif partition is None and "data" in objects and objects["data"].train.client_column is not None:
+        partition = ByColumn(objects["data"].train.client_column)
     if partition is not None:
         tree["data"]["partition"] = _partition(partition, objects)
     object_settings: Table = {}

@@ -59,7 +59,8 @@ class Simulation(Training):
         train: the training data: a `Dataset`, a pair (x, y), a torch or a `datasets` data set; x may be a tensor (or
             array, list, table), a tuple or a dict of them: the model is called as ``model(x)``, ``model(*x)`` or
             ``model(**x)``. Or training and test data: the result of `lamina.data.load` or `Dataset.holdout`, or the
-            name of a data set.
+            name of a data set. Or a list with the data set of every client, or a dict with their names: then `clients`
+            and `partition` are left out, and `test` may be by client as well.
         algorithm: an algorithm, or the name of one (its defaults).
         test: data to evaluate on; without it, metrics and loss are not reported.
         metrics: what to report besides the loss, by names, functions of (outputs, targets) or `lamina.Metric` objects;

@@ -16,6 +16,7 @@ from lamina.base.errors import BadInput, nearest
 from lamina.base.text import listed
 from lamina.data.hub import LABEL_COLUMNS
 from lamina.data.images import stack_pictures
+from lamina.data.mapped import Mapped, is_mapped
 from lamina.objective.fingerprint import alike
 from lamina.objective.losses import IGNORED
 
@@ -87,6 +88,10 @@ def convert(name: str, what: str, values: Any, fill: int = 0) -> Padded:
     """Return a tensor, in writable memory, of anything numpy or torch can read; sequences are padded with `fill`."""
     if isinstance(values, Tensor):
         return Padded(signed(name, what, values.detach()), None)
+    if isinstance(values, Mapped):
+        return Padded(values, None)
+    if is_mapped(values) and what != "y":  # targets are few: they are read into memory
+        return Padded(Mapped.of(name, what, values), None)
     if isinstance(values, Mapping):
         raise BadInput(f"{name}: {what} is a dict; only x may be one, with a tensor under every name")
     if is_frame(values):
@@ -204,7 +209,7 @@ def _numbers_of(name: str, what: str, frame: Any) -> NDArray[Any]:
 
 def _are_inputs(x: tuple[Any, ...], count: int) -> bool:
     """Return whether a tuple holds one array per input, and not one sample per element."""
-    if not all(isinstance(part, Tensor | np.ndarray | list) or is_frame(part) for part in x):
+    if not all(isinstance(part, Tensor | Mapped | np.ndarray | list) or is_frame(part) for part in x):
         return False
     return len(x) != count or all(getattr(part, "ndim", 1) > 0 and len(part) == count for part in x)
 

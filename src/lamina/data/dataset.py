@@ -18,6 +18,7 @@ from lamina.base.finite import all_finite
 from lamina.base.text import plural
 from lamina.data import convert, hub
 from lamina.data.feed import prepare
+from lamina.data.mapped import Mapped
 from lamina.data.preprocessing import TablePreprocessing, read_frame
 from lamina.objective.batch import Inputs, map_batch, named_tensors, tensors
 from lamina.objective.losses import IGNORED
@@ -37,8 +38,9 @@ class Dataset:
         x: [n, ...]: uint8 images [n, channels, height, width], other integers for tokens, or floating-point features. A
             tuple or a dict of such tensors if the model takes several, called as ``model(x)``, ``model(*x)``,
             ``model(**x)``. Arrays, lists and tables are converted; sequences of different length are padded at the end
-            with 0 (see `mask`). All integers reach the model as int64, except uint8 with three or more axes: those are
-            images. uint8 with one or two axes is a table or tokens. Booleans stay booleans.
+            with 0 (see `mask`). A memory-mapped array of numpy stays on disk: batches are read when they are used. All
+            integers reach the model as int64, except uint8 with three or more axes: those are images. uint8 with one
+            or two axes is a table or tokens. Booleans stay booleans.
         y: [n] int64 labels, or text labels, which are numbered; integer maps [n, ...] (pixels, tokens), in which -100
             does not count; or floating-point targets [n, ...] (regression, soft labels).
         classes: Number of classes; the largest label + 1 unless given, None for floating-point targets.
@@ -57,6 +59,8 @@ class Dataset:
         labels_are_names: Whether y named the classes before they were numbered, as text does. Such data do not match
             test data with plain numbers.
         preprocessing: How x was made of a table; a run's folder keeps it, and new tables can be prepared with it.
+        client_column: The column that names the client of every sample: each of its values is a client, unless a
+            partition is given. A list or a dict of clients' data sets is joined to a data set with the column "client".
     """
 
     x: Any
@@ -72,6 +76,7 @@ class Dataset:
     column_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     labels_are_names: bool = False
     preprocessing: TablePreprocessing | None = None
+    client_column: str | None = None
     names_from_labels: bool = field(default=False, init=False)  # class_names are those in y: other data may have others
 
     def __post_init__(self) -> None:
@@ -106,6 +111,9 @@ class Dataset:
             if len(values) != len(y):
                 counts = f"{plural(len(values), 'value')} for {plural(len(y), 'sample')}"
                 raise BadInput(f"{self.name}: column '{column}' has {counts}; give one each")
+        if self.client_column is not None and self.client_column not in self.columns:
+            known = ", ".join(self.columns) or "none"
+            raise BadInput(f"{self.name}: client_column '{self.client_column}' is no column (columns: {known})")
         self._check_labels()
         self._check_images()
 
@@ -200,7 +208,7 @@ class Dataset:
         rows = torch.from_numpy(chosen)
         return dataclasses.replace(
             self,
-            x=map_batch(lambda values: values[rows.to(values.device)], self.x),
+            x=map_batch(lambda v: v.subset(chosen) if isinstance(v, Mapped) else v[rows.to(v.device)], self.x),
             y=self.y[rows.to(self.y.device)],
             mask=None if self.mask is None else map_batch(lambda mask: mask[rows.to(mask.device)], self.mask),
             columns={column: values[chosen] for column, values in self.columns.items()},
@@ -289,7 +297,7 @@ def as_dataset(
         convert.refuse_other_order(name, inputs, targets)
         column_names = convert.column_names(inputs, targets)
     inputs, mask = convert.convert_inputs(name, inputs, len(targets) if hasattr(targets, "__len__") else 0)
-    if isinstance(inputs, Tensor) and inputs.dtype == torch.uint8 and inputs.dim() == 3:
+    if not isinstance(inputs, dict | tuple) and inputs.dtype == torch.uint8 and inputs.dim() == 3:
         inputs = inputs.unsqueeze(1)  # grey images are often stored without their only channel
     return Dataset(
         inputs, targets, classes, mean, std, name, others, class_names,
@@ -308,12 +316,19 @@ def held_out_count(what: str, samples: int, fraction: Any) -> int:
     return held_out
 
 
-def _check_numbers(name: str, what: str, tensor: Tensor) -> None:
-    if tensor.is_complex():
+def _check_numbers(name: str, what: str, values: Tensor | Mapped) -> None:
+    if values.is_complex():
         raise BadInput(f"{name}: complex numbers are not supported; give real and imaginary parts as features")
-    if tensor.is_floating_point() and not all_finite(tensor):
-        finite = torch.isfinite(tensor).reshape(len(tensor), -1).all(dim=1)
-        first = int(torch.nonzero(~finite)[0])
-        value = float(tensor[first][~torch.isfinite(tensor[first])].flatten()[0])
-        missing = ", or give a missing label as -100 with loss='bce'" if what == "y" and tensor.dim() > 1 else ""
-        raise BadInput(f"{name}: sample {first} of {what} holds {value}; clean or drop it{missing}")
+    if not values.is_floating_point() or (isinstance(values, Mapped) and values.is_checked):
+        return
+    start = 0
+    for chunk in values.chunks() if isinstance(values, Mapped) else [values]:
+        if not all_finite(chunk):
+            finite = torch.isfinite(chunk).reshape(len(chunk), -1).all(dim=1)
+            first = int(torch.nonzero(~finite)[0])
+            value = float(chunk[first][~torch.isfinite(chunk[first])].flatten()[0])
+            missing = ", or give a missing label as -100 with loss='bce'" if what == "y" and chunk.dim() > 1 else ""
+            raise BadInput(f"{name}: sample {start + first} of {what} holds {value}; clean or drop it{missing}")
+        start += len(chunk)
+    if isinstance(values, Mapped):
+        values.is_checked = True

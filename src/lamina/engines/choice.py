@@ -14,6 +14,7 @@ from lamina.algorithms.contract import Algorithm
 from lamina.base.errors import BadInput, unknown
 from lamina.base.registry import field_values
 from lamina.data.dataset import Dataset
+from lamina.data.mapped import Mapped
 from lamina.engines.devices import Precision
 from lamina.engines.loop import Loop
 from lamina.engines.preference import why_apart
@@ -24,7 +25,7 @@ from lamina.engines.stacked.forward import CapturedForward, choose_forward
 from lamina.engines.stacked.independence import ignores_order, number_without_column, works_by_row
 from lamina.engines.stacked.memory import keep_freed_memory
 from lamina.engines.stacked.probe import probe_samples
-from lamina.objective.batch import Inputs, same_kind
+from lamina.objective.batch import Inputs, same_kind, tensors
 from lamina.objective.fingerprint import same_tensors
 from lamina.objective.objective import Objective
 
@@ -123,6 +124,11 @@ def _fastest_engine(
 ) -> Engine:
     if name == "loop":
         return _loop("engine='loop' was asked for", **settings)
+    off_the_gpu = _why_off_the_gpu(settings["objective"], settings["data"])
+    if off_the_gpu:
+        if name != "auto":
+            raise BadInput(f"engine='{name}' is not possible here: {off_the_gpu}")
+        return _loop(off_the_gpu, **settings)
     algorithm, objective = settings["algorithm"], settings["objective"]
     why = UNCONTROLLED if is_random else _why_client_by_client(algorithm, objective)
     if not why:
@@ -144,6 +150,13 @@ def _fastest_engine(
     if name != "auto":
         raise BadInput(f"engine='{name}' is not possible here: {why}; engine='auto' falls back by itself")
     return _loop(why, **settings)
+
+
+def _why_off_the_gpu(objective: Objective, data: Dataset) -> str:
+    """Return why local steps cannot be captured on a GPU: the host prepares their batches; else an empty string."""
+    if objective.device.type == "cuda" and any(isinstance(values, Mapped) for values in tensors(data.x)):
+        return "the data are memory-mapped, and a captured step cannot read them from disk"
+    return ""
 
 
 def _loop(why: str, **settings: Any) -> Loop:

@@ -19,16 +19,16 @@ def map_batch(function: Callable[[Tensor], Any], batch: Inputs) -> Any:
     >>> map_batch(len, {"ids": torch.zeros(3, 5), "mask": torch.ones(3)})
     {'ids': 3, 'mask': 3}
     """
-    if isinstance(batch, Tensor):
-        return function(batch)
     if isinstance(batch, dict):
         return {name: function(value) for name, value in batch.items()}
-    return tuple(map(function, batch))
+    return tuple(map(function, batch)) if isinstance(batch, tuple) else function(batch)
 
 
 def tensors(batch: Inputs) -> list[Tensor]:
     """Return the tensors of a batch."""
-    return [batch] if isinstance(batch, Tensor) else list(batch.values() if isinstance(batch, dict) else batch)
+    if isinstance(batch, dict):
+        return list(batch.values())
+    return list(batch) if isinstance(batch, tuple) else [batch]
 
 
 def named_tensors(batch: Inputs) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ def named_tensors(batch: Inputs) -> dict[str, Tensor]:
     >>> list(named_tensors((torch.zeros(1), torch.zeros(1))))
     ['x[0]', 'x[1]']
     """
-    if isinstance(batch, Tensor):
+    if not isinstance(batch, dict | tuple):
         return {"x": batch}
     pairs = batch.items() if isinstance(batch, dict) else enumerate(batch)
     return {f"x[{key!r}]": value for key, value in pairs}

@@ -120,6 +120,13 @@ def refuse_odd_clients(clients: Any) -> None:
 def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, seed: int) -> Clients:
     """Split a data set among clients: by a partition, or by lists of sample indices."""
     refuse_odd_clients(clients)
+    if data.client_column is not None and partition is None:
+        if clients is not None:
+            raise BadInput(
+                f"the data name the client of every sample (column '{data.client_column}'): leave clients out, or give "
+                "a partition, which deals all samples again"
+            )
+        partition = ByColumn(data.client_column)
     if clients is not None and not is_whole(clients):
         if partition is not None:
             raise BadInput("partition deals samples to a number of clients, and clients are lists: give one of them")

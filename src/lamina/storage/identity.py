@@ -20,6 +20,7 @@ from lamina.algorithms.declaration import options
 from lamina.base import rng
 from lamina.base.text import listed
 from lamina.data.dataset import Dataset
+from lamina.data.mapped import Mapped
 from lamina.data.partitions import Partition, columns_read
 from lamina.objective.batch import map_batch
 from lamina.objective.fingerprint import code_digests, is_laminas, value_digest
@@ -171,12 +172,14 @@ def splits_digest(train: Dataset, test: Dataset | None, partition: Partition) ->
     return json_digest([*contents, *(hashlib.sha256("\0".join(values).encode()).hexdigest() for values in columns)])
 
 
-def content_digest(values: Tensor) -> str:
+def content_digest(values: Tensor | Mapped) -> str:
     """Return a digest of a tensor's type, shape and bytes that is the same on every device.
 
     Sums of 64-bit words, each times an odd number that depends on its place, tell any change of one word for certain,
     and take a few milliseconds on a GPU, where copying the data to the host and hashing them would take seconds.
     """
+    if isinstance(values, Mapped):
+        return json_digest([list(values.shape), *map(content_digest, values.chunks())])
     if values.device.type not in ("cpu", "cuda"):
         values = values.cpu()
     flat = values.detach().contiguous().reshape(-1)

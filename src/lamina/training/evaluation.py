@@ -6,10 +6,11 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm
@@ -143,6 +144,7 @@ class ClientSamples(NamedTuple):
     data: Dataset
     parts: Parts  # the samples of every client
     pooled: bool  # whether the first column is the metric of all samples, not the mean over clients
+    clients: Sequence[int] = ()  # the numbers of these clients; empty if they never train
 
 
 def reserved_samples(reserved: Reserved, data: Dataset, device: torch.device) -> list[ClientSamples]:
@@ -155,6 +157,18 @@ def reserved_samples(reserved: Reserved, data: Dataset, device: torch.device) ->
             renumbered = Parts(np.arange(len(parts.samples)), parts.bounds)
             samples.append(ClientSamples(prefix, suffix, theirs, renumbered, pooled))
     return samples
+
+
+def samples_by_client(test: Dataset, reserved: Reserved, names: NDArray[Any]) -> ClientSamples:
+    """Return the clients' own test data; `names` are the clients of the training samples."""
+    values, owners = np.unique(test.columns[test.client_column or ""], return_inverse=True)
+    parts, places = Parts.by_owner(owners, len(values)), {value: place for place, value in enumerate(values.tolist())}
+    wanted = [places.get(names[part[0]].item()) for part in reserved.training.parts]
+    tested = [client for client, place in enumerate(wanted) if place is not None]
+    if not tested:
+        raise BadInput("no client that trains has test data: give some, or hold out fewer clients")
+    rows = [parts[place] for place in wanted if place is not None]
+    return ClientSamples("client_", "_mean", test, Parts.of(rows), False, tested)
 
 
 def client_columns(metric: Metric, values: Values, group: ClientSamples) -> dict[str, float]:

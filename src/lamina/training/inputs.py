@@ -11,7 +11,9 @@ from lamina import algorithms, models
 from lamina.algorithms.contract import Algorithm
 from lamina.base import rng
 from lamina.base.errors import BadInput, short_repr
-from lamina.data.dataset import Dataset, as_dataset
+from lamina.base.text import listed
+from lamina.data.dataset import Dataset
+from lamina.data.joining import as_data
 from lamina.data.matching import inherit_normalisation
 from lamina.data.readers import sources
 from lamina.models.registry import Factory
@@ -30,21 +32,39 @@ def as_algorithm(algorithm: Any) -> Algorithm:
 
 
 def as_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None]:
-    """Return training and test data, given as objects, as a pair of `Dataset`s, or by the name of a data set."""
+    """Return training and test data, given as objects, as a pair of `Dataset`s, or by the name of a data set.
+
+    Either may be a list or a dict with the data sets of the clients.
+    """
     if isinstance(data, str):
         data = sources.load(data)
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Dataset) for part in data):
         data, test = data[0], data[1] if test is None else test
     elif isinstance(data, tuple) and len(data) == 2 and _are_arrays(data[1]):
         raise BadInput(
-            "the data are a pair of pairs: pass only (x, y) of the training data there, and the others as test=(x, y)"
+            "the data are a pair of pairs: pass only (x, y) of the training data there, and the others as test=(x, y); "
+            "for the data of two clients, give a list: [(x, y), (x, y)]"
         )
-    train_data, test_data = as_dataset(data), None if test is None else as_dataset(test)
+    train_data, test_data = as_data(data), None if test is None else as_data(test)
     if test_data is not None:
+        _check_clients(train_data, test_data)
         if not isinstance(test, Dataset):
             test_data = inherit_normalisation(test_data, train_data)
         check_alike(train_data, test_data)
     return train_data, test_data
+
+
+def _check_clients(train: Dataset, test: Dataset) -> None:
+    """Refuse test data by client whose clients are not those of the training data."""
+    if test.client_column is None:
+        return
+    if train.client_column is None:
+        raise BadInput("the test data are given client by client, but the training data are not: give both so")
+    names, tested = (sorted({*data.columns[data.client_column or ""].tolist()}) for data in (train, test))
+    unknown = [name for name in tested if name not in names]
+    if unknown:
+        known = listed([repr(name) for name in names])
+        raise BadInput(f"client {unknown[0]!r} has test data but no training data (clients: {known})")
 
 
 def _are_arrays(targets: Any) -> bool:

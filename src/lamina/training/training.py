@@ -43,6 +43,7 @@ from lamina.training.evaluation import (
     refuse_nonfinite,
     reserved_samples,
     round_row,
+    samples_by_client,
     warn_of_nan,
 )
 from lamina.training.history import History, Row
@@ -243,10 +244,18 @@ class Training:
     def _client_samples(self, client_metrics: bool, chosen: Sequence[Metric] | None) -> list[ClientSamples]:
         """Return the clients' samples to evaluate on."""
         reserved, parts = reserved_samples(self.reserved, self.train_data, self.device), self.plan.clients.parts
+        names, test = self.all_clients.column, self.test_data
+        if test is not None and test.client_column is not None and names is not None:
+            if self.reserved.local_tests:
+                raise BadInput("the clients have test data of their own: leave local_test out")
+            reserved.insert(0, samples_by_client(test, self.reserved, names))
         if not client_metrics:
             return reserved
-        if self.reserved.local_tests:
-            raise BadInput("client_metrics evaluates on the clients' training data, local_test does not: give one")
+        if any(group.prefix == "client_" for group in reserved):
+            raise BadInput(
+                "client_metrics evaluates on the clients' training data, and local_test or test data by client do not: "
+                "give one"
+            )
         if not parts or (chosen is None and self.metric != "accuracy"):
             raise BadInput(
                 "client_metrics needs an accuracy (class labels, one output per class or one logit for two, a loss "

@@ -1,11 +1,13 @@
 """Arrays of the user's own in .npz and .safetensors files, and damaged ones, which are refused in one line."""
 
 import numpy as np
+import pytest
 import torch
 from safetensors.numpy import save_file
 
 from data_setup import refusal
 from lamina.data import load
+from lamina.data.mapped import Mapped
 
 
 def test_arrays_with_test_data_of_their_own(folder):
@@ -80,3 +82,34 @@ def test_arrays_with_several_targets_a_sample(folder):
     assert (numbers.classes, numbers.y.dtype, numbers.y[0].tolist()) == (None, torch.float32, [0.0, 255.0, 1.0])
     np.savez(folder / "labels.npz", x=x, y=maps > 0)
     assert load("arrays", path="labels.npz").train.y[0].tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("kind", ["folder", "safetensors"])
+@pytest.mark.parametrize("test", [None, 0.25])
+@pytest.mark.parametrize("dtype", ["float64", "uint8", "int32"])
+def test_mapped_arrays_are_the_same_samples(folder, kind, test, dtype):
+    x, y = (np.arange(8 * 4 * 4) % 251).reshape(8, 4, 4).astype(dtype), np.arange(8) % 2
+    arrays = {"x": x, "y": y, "site": np.arange(8)}
+    if test is None:
+        arrays = {f"{name}_train": values for name, values in arrays.items()} | {"x_test": x[:2], "y_test": y[:2]}
+    path = "a.safetensors" if kind == "safetensors" else "a"
+    if kind == "safetensors":
+        save_file(arrays, folder / path)
+    else:
+        (folder / path).mkdir()
+        for name, values in arrays.items():
+            np.save(folder / path / f"{name}.npy", values)
+    options = {"path": path} if test is None else {"path": path, "test": test}
+    for one, other in zip(load("arrays", **options), load("arrays", **options, mmap=True), strict=True):
+        assert isinstance(other.x, Mapped)
+        assert (one.x.shape, one.x.dtype) == (other.x.shape, other.x.dtype)
+        assert torch.equal(one.x, other.x[:])
+        assert torch.equal(one.y, other.y)
+        assert {name: values.tolist() for name, values in one.columns.items()} == {
+            name: values.tolist() for name, values in other.columns.items()
+        }
+
+
+def test_an_npz_file_cannot_be_mapped(folder):
+    np.savez(folder / "a.npz", x=np.zeros((4, 2)), y=np.zeros(4))
+    assert "cannot be memory-mapped: save every array in a folder" in refusal("arrays", path="a.npz", mmap=True)

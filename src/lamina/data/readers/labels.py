@@ -14,6 +14,7 @@ from lamina.base.errors import BadInput
 from lamina.base.text import listed
 from lamina.data.convert import signed
 from lamina.data.dataset import Dataset, Splits, held_out_count
+from lamina.data.mapped import Mapped
 from lamina.objective.losses import IGNORED
 
 Task = Literal["classification", "regression"]
@@ -40,7 +41,7 @@ def mark_test_rows(where: str, samples: int, held_out: int | None, fraction: Any
 
 def make_splits(
     where: str,
-    x: NDArray[Any],
+    x: NDArray[Any] | Mapped,
     y: NDArray[Any],
     is_test: NDArray[np.bool_],
     *,
@@ -77,8 +78,9 @@ def make_splits(
     splits = []
     for rows in (~is_test, is_test):
         kept = {column: np.asarray(values)[rows] for column, values in (columns or {}).items()}
+        places = np.flatnonzero(rows)
         data = Dataset(
-            inputs[torch.from_numpy(np.flatnonzero(rows))], targets[rows],
+            inputs.subset(places) if isinstance(inputs, Mapped) else inputs[torch.from_numpy(places)], targets[rows],
             name=name, columns=kept, class_names=class_names, ignore_index=ignore_index,
             labels_are_names=class_names is not None,
         )  # fmt: skip
@@ -86,16 +88,21 @@ def make_splits(
     return refuse_unseen_classes(where, Splits(*splits))
 
 
-def _as_tensor(where: str, values: NDArray[Any]) -> torch.Tensor:
+def _as_tensor(where: str, values: NDArray[Any] | Mapped) -> torch.Tensor | Mapped:
     """Return the inputs as a tensor; grey images that lack their only channel get it."""
-    kind = values.dtype.kind
-    if kind not in "iufb":
-        raise BadInput(f"{where}: the features hold text or objects, not an array of numbers of one shape")
-    if kind == "f":
-        values = values.astype(np.float32)
-    elif values.dtype != np.uint8:
-        values = signed(where, "x", values).astype(np.int64)
-    x = torch.from_numpy(np.ascontiguousarray(values))
+    x: torch.Tensor | Mapped
+    if isinstance(values, Mapped):
+        is_float, x = values.is_floating_point(), values
+        x = x if x.dtype == torch.uint8 else x.to(torch.float32 if is_float else torch.int64)
+    else:
+        kind = values.dtype.kind
+        if kind not in "iufb":
+            raise BadInput(f"{where}: the features hold text or objects, not an array of numbers of one shape")
+        if kind == "f":
+            values = values.astype(np.float32)
+        elif values.dtype != np.uint8:
+            values = signed(where, "x", values).astype(np.int64)
+        x = torch.from_numpy(np.ascontiguousarray(values))
     return x.unsqueeze(1) if x.dtype == torch.uint8 and x.dim() == 3 else x
 
 

@@ -39,7 +39,7 @@ def read_inputs(
     """
     if not path.exists():
         raise BadInput(f"there is no file or folder '{path}'")
-    if path.suffix in ARRAYS:
+    if path.suffix in ARRAYS or (path.is_dir() and any(path.glob("*.npy"))):
         return _read_arrays(path, options, like)
     if path.is_dir() or path.suffix.lower() in folders.SUFFIXES:
         return _read_pictures(path, options, like)

@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from lamina.base.errors import BadInput, LaminaError, describe_error, is_number, nearest, short_repr
 from lamina.base.registry import import_named, parameters_of
 from lamina.data.dataset import Dataset, Splits, as_dataset
+from lamina.data.joining import as_data
 from lamina.data.matching import inherit_normalisation, match
 from lamina.data.readers import arrays, folders, table
 from lamina.data.readers.files import data_directory
@@ -61,7 +62,12 @@ def load_own(name: str, data_dir: Any, options: Mapping[str, Any], client: str |
         raise
     except Exception as error:  # the user's function may raise anything
         raise BadInput(f"cannot load the data '{name}': {describe_error(error)}") from error
-    return as_splits(name, result)
+    splits = as_splits(name, result)
+    if splits.train.client_column is not None and client is None:
+        raise BadInput(
+            f"'{name}' returns the data of each client: add client = \"{splits.train.client_column}\" to [data]"
+        )
+    return splits
 
 
 def as_splits(name: str, result: Any) -> Splits:
@@ -93,7 +99,7 @@ def _dataset(name: str, part: Any) -> Dataset:
     """Return training or test data; a triple (x, y, columns) carries columns."""
     if isinstance(part, tuple | list) and len(part) == 3 and isinstance(part[2], Mapping):
         return dataclasses.replace(as_dataset(part[:2], name=name), columns=part[2])
-    return as_dataset(part, name=name)
+    return as_data(part, name)
 
 
 # --- options of `[data]` ---------------------------------------------------------------------------------------------

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lamina.base.errors import BadInput, nearest
 from lamina.base.registry import parameters_of
 from lamina.base.text import listed
 from lamina.data.dataset import Dataset
 from lamina.data.feed import prepare
+from lamina.data.mapped import Mapped
 from lamina.objective.batch import Inputs, map_batch
 from lamina.objective.objective import Objective
 from lamina.training.masks import MASK_FORMS, forward_of
@@ -66,7 +67,7 @@ def check_token_ids(run: DryRun) -> None:
     if not any(isinstance(layer, EMBEDDINGS) for layer in objective.module.modules()):
         return
     # The largest and smallest values of every position, as two samples: cheap, but they need not occur together.
-    extremes = map_batch(lambda values: torch.stack([values.amax(0), values.amin(0)]), data.x)
+    extremes = map_batch(_extremes, data.x)
     if all(ids.have_rows for ids in _token_ids(objective, [prepare(extremes, data.mean, data.std, objective.dtype)])):
         return
     starts = range(0, len(data), CHUNK_SAMPLES)
@@ -81,6 +82,13 @@ def check_token_ids(run: DryRun) -> None:
                 f"{layer} gets the id {ids.high if ids.low >= 0 else ids.low} from the {name} data, but {rows}",
                 without_data=f"{layer} gets an id from the {name} data that it has no row for: {rows}",
             )
+
+
+def _extremes(values: Tensor | Mapped) -> Tensor:
+    """Return the largest and the smallest value of every position [2, ...]."""
+    if isinstance(values, Mapped):
+        values = torch.cat([_extremes(chunk) for chunk in values.chunks()])
+    return torch.stack([values.amax(0), values.amin(0)])
 
 
 @dataclass
