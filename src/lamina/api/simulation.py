@@ -27,7 +27,7 @@ from lamina.rounds.clients import Heldout
 from lamina.rounds.settings import TrainArguments, TrainSettings
 from lamina.storage.identity import of_run
 from lamina.training.history import History, Row
-from lamina.training.inputs import as_algorithm, as_splits
+from lamina.training.inputs import as_algorithm, as_named_splits
 from lamina.training.metrics import find_all
 from lamina.training.progress import python_bars
 from lamina.training.training import RunOptions, Training
@@ -62,7 +62,8 @@ class Simulation(Training):
             name of a data set. Or a list with the data set of every client, or a dict with their names: then `clients`
             and `partition` are left out, and `test` may be by client as well.
         algorithm: an algorithm, or the name of one (its defaults).
-        test: data to evaluate on; without it, metrics and loss are not reported.
+        test: data to evaluate on; without it, metrics and loss are not reported. A dict names several test sets: runs
+            are judged by the first, and the columns of the others end with their name, as in ``accuracy@noisy``.
         metrics: what to report besides the loss, by names, functions of (outputs, targets) or `lamina.Metric` objects;
             the first is the one that runs are judged by. Unless given: the accuracy where there is one (class labels
             and one output per class, or one logit for labels 0 and 1; never with loss="mse"), else the loss.
@@ -156,7 +157,7 @@ class Simulation(Training):
         arguments = inspect.signature(Simulation).parameters
         protocol = TrainSettings.of(algorithm, settings, arguments)  # validated, with the defaults filled in
         chosen_device = choose_device(device)
-        train_data, test_data = as_splits(train, test)
+        train_data, test_data, more_tests = as_named_splits(train, test)
         super().__init__(
             model,
             train_data,
@@ -171,6 +172,7 @@ class Simulation(Training):
             local_test=local_test,
             metrics=chosen_metrics,
             patience=patience,
+            more_tests=more_tests,
         )
         self._accept_changed_code = accept_changed_code
         self._checkpoints: Checkpoints | None = None  # of the folder that `save` or `restore` used last
@@ -187,7 +189,11 @@ class Simulation(Training):
                 overwrite=overwrite,
                 model=model,
                 data=train if isinstance(train, str) else train_data,  # converted only once
-                test=test if isinstance(train, str) else test_data,
+                test=test
+                if isinstance(train, str)
+                else {"first": test_data, **more_tests}
+                if more_tests
+                else test_data,
                 algorithm=algorithm,
                 clients=clients,
                 partition=partition,

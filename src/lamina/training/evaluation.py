@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -204,15 +204,22 @@ class Evaluation:
     metrics: Sequence[Metric] | None  # the primary one first; None: the accuracy, where there is one
     test: Dataset | None
     clients: Sequence[ClientSamples] = ()
+    more_tests: Mapping[str, Dataset] = field(default_factory=dict)  # further test data by name
 
     def start(self, objective: Objective, x: Tensor, buffers: Buffers) -> Callable[[], dict[str, float]]:
         """Start evaluating a model on the test data, without waiting for a GPU; return a function that finishes it.
 
         It returns the values by name, with the columns of clients.
         """
-        kept = {} if self.test is None else predict(objective, x, buffers, self.test, self.metrics)
-        numbers = [value_of(metric, values).to(objective.device) for metric, values in kept.items()]
-        measured, names = torch.stack(numbers) if numbers else torch.empty(0), [metric.name for metric in kept]
+        tests = (
+            {} if self.test is None else {"": self.test} | {f"@{name}": more for name, more in self.more_tests.items()}
+        )
+        names, numbers = [], []
+        for ending, data in tests.items():
+            for metric, values in predict(objective, x, buffers, data, self.metrics).items():
+                names.append(f"{metric.name}{ending}")
+                numbers.append(value_of(metric, values).to(objective.device))
+        measured = torch.stack(numbers) if numbers else torch.empty(0)
 
         def finish() -> dict[str, float]:
             row = dict(zip(names, measured.tolist(), strict=True))  # waits for the GPU once

@@ -50,7 +50,7 @@ from lamina.training.history import History, Row
 from lamina.training.inputs import as_model
 from lamina.training.masks import with_mask
 from lamina.training.metrics import ACCURACY, LOSS, Metric
-from lamina.training.preflight import check_model, check_run
+from lamina.training.preflight import check_evaluation, check_model, check_run
 from lamina.training.preflight.inputs import warn_of_padding
 from lamina.training.preflight.targets import check_settings
 
@@ -85,6 +85,7 @@ class Training:
     Args:
         metrics: the primary one first; None: the accuracy, where there is one, else the loss.
         patience: as for `Simulation`.
+        more_tests: further test data, whose columns end with their name: ``accuracy@noisy``.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Training:
         local_test: float | None,
         metrics: Sequence[Metric] | None,
         patience: int | None = None,
+        more_tests: Mapping[str, Dataset] | None = None,
     ) -> None:
         if patience is not None and test is None:
             raise BadInput("patience counts evaluations on test data without a better value: give test=(x, y)")
@@ -126,6 +128,7 @@ class Training:
         self.train_data = with_mask(train, module).to(device)
         warn_of_padding(self.train_data)
         self.test_data = None if test is None else with_mask(match(test, train), module).to(device)
+        named = {name: with_mask(match(each, train), module).to(device) for name, each in (more_tests or {}).items()}
         check_settings(protocol, self.train_data)
         self.all_clients = deal(self.train_data, clients, partition, protocol.seed)
         self.reserved = reserve(self.all_clients, heldout_clients, local_test, protocol.seed)
@@ -137,7 +140,10 @@ class Training:
         with rng.forked(device, seed=0):  # the module runs, and may draw random numbers itself
             dry_run = check_run(algorithm, self.objective, self.train_data, self.test_data, self.plan, metrics)
             self.metrics = (LOSS if dry_run.batch.hits is None else ACCURACY,) if metrics is None else tuple(metrics)
-            self.evaluation = Evaluation(metrics, self.test_data, self._client_samples(options.client_metrics, metrics))
+            for each in named.values():
+                check_evaluation(self.objective, each, metrics)
+            clients_samples = self._client_samples(options.client_metrics, metrics)
+            self.evaluation = Evaluation(metrics, self.test_data, clients_samples, named)
             self.plan.round(1)  # so that an impossible plan is refused here, not in round 1
             self.engine: Engine = choose_engine(
                 options.engine,
