@@ -326,3 +326,22 @@ def test_nothing_of_the_folder_is_a_pickle(tmp_path):
 def _run(folder, model, data, **settings):
     trained(folder, model, data, **settings)
     return folder
+
+
+class Several(nn.Linear):
+    def __init__(self):
+        super().__init__(5, 2)
+
+    def forward(self, x):
+        return super().forward(x), {"inputs": x}, "a note"
+
+
+def test_a_tuple_of_outputs_is_kept_whole(tmp_path):
+    simulation = trained(tmp_path / "run", Several)
+    x, _ = points(1500, seed=4)  # more than one batch
+    predictions = lamina.load(tmp_path / "run").predict(x)
+    logits, held, note = predictions.outputs
+    assert torch.allclose(logits, simulation.model(x)[0], atol=1e-6)
+    assert torch.equal(held["inputs"], x)
+    assert note is None
+    assert predictions.labels.tolist() == logits.argmax(1).tolist()

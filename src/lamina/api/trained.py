@@ -46,9 +46,10 @@ class Predictions:
     class_names: tuple[str, ...] | None
     _like: Dataset
     _loss: Loss | None
+    _count: int
 
     def __len__(self) -> int:
-        return len(self._main)
+        return self._count
 
     @property
     def _main(self) -> Tensor:
@@ -138,8 +139,8 @@ class Predictions:
         return table | {f"probability_{n}": p for n, p in zip(names, probabilities.T.tolist(), strict=False)}
 
     def __repr__(self) -> str:
-        kind = "numbers" if self.labels is None else "classes"
-        return f"Predictions({kind} for {plural(len(self), 'sample')}, outputs of shape {list(self._main.shape)})"
+        kind = "outputs" if self._like.classes is None else "classes"
+        return f"Predictions({kind} for {plural(len(self), 'sample')})"
 
 
 class TrainedRun:
@@ -198,7 +199,7 @@ class TrainedRun:
             loss = build_loss(self._facts["loss"])
         except BadInput:  # predictions do not need it
             loss = None
-        return Predictions(_joined(results), self.class_names, self._like, loss)
+        return Predictions(_joined(results), self.class_names, self._like, loss, len(data))
 
     def read(self, path: str | Path) -> NewData:
         """Return the raw inputs in a file, for `predict`, and the columns that tell its rows apart."""
@@ -301,7 +302,7 @@ def _on_host(result: Any) -> Any:
     if isinstance(result, Mapping):
         return {name: _on_host(value) for name, value in result.items() if _holds_tensors(value)}
     if isinstance(result, tuple | list):
-        return tuple(_on_host(value) for value in result)
+        return tuple(_on_host(value) if _holds_tensors(value) else None for value in result)
     return outputs_of(result).cpu()
 
 
@@ -312,6 +313,8 @@ def _holds_tensors(value: Any) -> bool:
 def _joined(parts: Sequence[Any]) -> Any:
     """Return the results of several batches as one."""
     first = parts[0]
+    if first is None:
+        return None
     if isinstance(first, Mapping):
         return {name: _joined([part[name] for part in parts]) for name in first}
     if isinstance(first, tuple):

@@ -14,7 +14,7 @@ from lamina.base.text import listed
 from lamina.data import convert
 from lamina.data.dataset import Dataset, as_dataset
 from lamina.data.matching import inherit_normalisation, match
-from lamina.objective.batch import map_batch, named_tensors, tensors
+from lamina.objective.batch import Inputs, map_batch, named_tensors, tensors
 
 NEW = "the new data"  # what messages call them
 FIELDS = ("name", "classes", "class_names", "labels_are_names", "mean", "std", "column_names")  # stored as they are
@@ -22,31 +22,34 @@ FIELDS = ("name", "classes", "class_names", "labels_are_names", "mean", "std", "
 
 def describe_samples(data: Dataset) -> dict[str, Any]:
     """Return shapes, types, classes, normalisation and column names of a data set, as JSON can hold them."""
-    kinds = list(map(_kind, tensors(data.x)))
-    inputs: Any = kinds if isinstance(data.x, tuple) else kinds[0]
-    if isinstance(data.x, dict):
-        inputs = {"named": dict(zip(data.x, kinds, strict=True))}
-    return {"inputs": inputs, "targets": _kind(data.y), **{name: getattr(data, name) for name in FIELDS}}
+    fields = {name: getattr(data, name) for name in FIELDS}
+    return {"inputs": _kinds(data.x), "targets": _kinds(data.y), **fields}
 
 
 def sample_like(facts: Mapping[str, Any]) -> Dataset:
     """Return a data set of one sample of zeros that `describe_samples` describes in the same way."""
-    inputs = facts["inputs"]
-    if isinstance(inputs, list):
-        x: Any = tuple(map(_zeros, inputs))
-    else:
-        x = {key: _zeros(kind) for key, kind in inputs["named"].items()} if "named" in inputs else _zeros(inputs)
     fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
     fields["column_names"] = {what: tuple(names) for what, names in facts["column_names"].items()}
-    return Dataset(x, _zeros(facts["targets"]), **{name: fields[name] for name in FIELDS})
+    return Dataset(_zeros(facts["inputs"]), _zeros(facts["targets"]), **{name: fields[name] for name in FIELDS})
 
 
-def _kind(values: Tensor) -> dict[str, Any]:
-    return {"shape": list(values.shape[1:]), "dtype": str(values.dtype).removeprefix("torch.")}
+def _kinds(batch: Inputs) -> Any:
+    """Return shape and type of one tensor, or of several in a list or by name."""
+
+    def kind(values: Tensor) -> dict[str, Any]:
+        return {"shape": list(values.shape[1:]), "dtype": str(values.dtype).removeprefix("torch.")}
+
+    kinds = map_batch(kind, batch)
+    return {"named": kinds} if isinstance(batch, dict) else kinds
 
 
-def _zeros(kind: Mapping[str, Any], count: int = 1) -> Tensor:
-    return torch.zeros(count, *kind["shape"], dtype=getattr(torch, kind["dtype"]))
+def _zeros(kinds: Any) -> Any:
+    """Return one sample of zeros."""
+    if isinstance(kinds, list | tuple):
+        return tuple(map(_zeros, kinds))
+    if "named" in kinds:
+        return {name: _zeros(kind) for name, kind in kinds["named"].items()}
+    return torch.zeros(1, *kinds["shape"], dtype=getattr(torch, kinds["dtype"]))
 
 
 def new_inputs(x: Any, like: Dataset) -> Dataset:
@@ -70,7 +73,7 @@ def new_inputs(x: Any, like: Dataset) -> Dataset:
     wanted = tensors(like.x)[0].shape[1:]
     if wanted and tuple(getattr(first, "shape", ())) == wanted:
         raise BadInput(f"{NEW} are one sample of shape {list(wanted)}: give samples on the first axis, x[None]")
-    targets = like.y.new_zeros(len(first), *like.y.shape[1:])
+    targets = map_batch(lambda values: values.new_zeros(len(first), *values.shape[1:]), like.y)
     return in_form_of(as_dataset((x, targets), class_names=like.class_names, classes=like.classes, name=NEW), like)
 
 
