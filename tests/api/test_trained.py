@@ -1,5 +1,6 @@
 """`lamina.load`: a run's folder is enough to predict and to evaluate."""
 
+import functools
 import json
 import sys
 
@@ -90,6 +91,29 @@ def test_a_module_is_made_again_only_if_its_class_needs_no_arguments(tmp_path):
     assert torch.equal(run.predict(x).outputs, wide.model(x))
     with pytest.raises(lamina.BadInput, match="do not fit the model"):
         lamina.load(tmp_path / "wide", model=Net(4))
+
+
+def test_the_arguments_of_a_partial_are_stored(tmp_path):
+    simulation = trained(tmp_path / "run", functools.partial(Net, width=3))
+    x, _ = points(3)
+    assert torch.equal(lamina.load(tmp_path / "run").predict(x).outputs, simulation.model(x))
+
+
+def test_code_that_has_changed_is_noticed(tmp_path, caplog):
+    trained(tmp_path / "run", make_net)
+    file = tmp_path / "run" / "model.json"
+    facts = json.loads(file.read_text())
+    facts["model"]["attributes"] = "of another version"
+    file.write_text(json.dumps(facts))
+    lamina.load(tmp_path / "run")
+    assert "has other settings than when it was trained" in caplog.text
+
+
+def test_of_training_and_test_data_the_test_data_are_evaluated(tmp_path):
+    simulation = trained(tmp_path / "run", "mlp", "digits", test=None, rounds=1)
+    run = lamina.load(tmp_path / "run")
+    assert run.evaluate("digits")["accuracy"] == simulation.history[-1]["accuracy"]
+    assert run.evaluate(lamina.data.load("digits").train) != run.evaluate(lamina.data.load("digits"))
 
 
 def test_missing_code_is_named_in_one_line(tmp_path, monkeypatch):

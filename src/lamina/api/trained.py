@@ -209,14 +209,16 @@ class TrainedRun:
         """Return the loss and the metrics of the model on data with targets.
 
         Args:
-            data: as the test data of a `Simulation`: a pair (x, y), a `Dataset`, a torch or `datasets` data set; if the
-                run's data were ``table``, also a pandas table or a file with the label column.
+            data: as the test data of a `Simulation`: a pair (x, y), a `Dataset`, a torch or `datasets` data set; of
+                training and test data, the test data count. If the run's data were ``table``, also a pandas table or a
+                file with the label column.
             metrics: as for `Simulation`; the run's metrics unless given.
             loss: the run's loss, if it is your own function and cannot be imported.
         """
         if self.preprocessing is not None and (isinstance(data, str | Path) or is_frame(data)):
             data = read_labelled(data, self.config["data"], self._like, self.preprocessing)
-        new = in_form_of(as_splits(data)[0], self._like)
+        whole, test = as_splits(data)
+        new = in_form_of(whole if test is None else test, self._like)
         if (new.classes or 0) > (self._like.classes or 0):
             raise BadInput(f"the data have {new.classes} classes, and the model was trained on {self._like.classes}")
         objective = Objective(self.model, build_loss(self._facts["loss"]) if loss is None else loss)

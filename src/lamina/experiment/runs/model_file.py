@@ -6,6 +6,8 @@ With the weights beside it, it is all that `lamina.load` needs. Functions and cl
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +25,8 @@ from lamina.training.inputs import create_model
 from lamina.training.metrics import METRICS
 from lamina.training.training import Training
 
+log = logging.getLogger(__name__)
+
 LOSS_CLASSES = {
     "CrossEntropy": ("weight", "label_smoothing", "class_axis"),
     "BinaryCrossEntropy": ("positive_weight",),
@@ -37,7 +41,9 @@ def describe_model(simulation: Training, experiment: Experiment) -> dict[str, An
     """Return the content of ``model.json`` for a run."""
     objective, given = simulation.objective, experiment.objects.model
     model: dict[str, Any] = {"name": experiment.model.name, "options": experiment.model.options()}
-    if given is not None:
+    if isinstance(given, functools.partial):
+        model = {"name": code_name(given.func), "options": dict(given.keywords)}
+    elif given is not None:
         model = {"name": code_name(type(given) if isinstance(given, nn.Module) else given), "options": {}}
     if given is not None or ":" in experiment.model.name:
         # layers of torch need none of the user's code
@@ -80,9 +86,10 @@ def build_model(facts: Mapping[str, Any], like: Dataset, given: Any = None) -> n
         if given is not None:
             raise
         raise _missing(name, str(error)) from error
-    # Called without the arguments it had: another module is as likely as the same one.
-    if given is None and facts["is_class"] and attributes_digest(module) != facts["attributes"]:
-        raise _missing(name, "the class was called with arguments, which no folder stores")
+    if given is None and attributes_digest(module) != facts["attributes"]:
+        if facts["is_class"]:  # called without the arguments it had
+            raise _missing(name, "the class was called with arguments, which no folder stores")
+        log.warning("the model '%s' has other settings than when it was trained: its code, or torch, has changed", name)
     return module
 
 
