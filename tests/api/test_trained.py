@@ -369,3 +369,13 @@ def test_a_tuple_of_outputs_is_kept_whole(tmp_path):
     assert torch.equal(held["inputs"], x)
     assert note is None
     assert predictions.labels.tolist() == logits.argmax(1).tolist()
+
+
+def test_private_parts_are_said_to_be_untrained(tmp_path, caplog):
+    trained(tmp_path / "run")
+    file = tmp_path / "run" / "config.json"
+    config = json.loads(file.read_text())
+    config["train"]["private"] = ["0.bias"]
+    file.write_text(json.dumps(config))
+    lamina.load(tmp_path / "run")
+    assert "the private parts of the model (0.bias) are those before round 1" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,6 +36,8 @@ from lamina.training.history import History, data_frame
 from lamina.training.inputs import as_splits
 from lamina.training.masks import with_mask
 from lamina.training.metrics import METRICS, find_all
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -292,6 +295,11 @@ def load(
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise BadInput(f"the weights of '{folder}' do not fit the model: {reason}") from error
+    if record.config["train"].get("private"):
+        log.warning(
+            "the private parts of the model (%s) are those before round 1: what the clients trained stays with them",
+            ", ".join(map(str, record.config["train"]["private"])),
+        )
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in frozen)
     return TrainedRun(record, module, facts, choose_device(device))
