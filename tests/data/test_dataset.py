@@ -7,6 +7,7 @@ import torch
 from data_setup import one_line
 from lamina.base.errors import BadInput
 from lamina.data import Dataset, as_dataset
+from lamina.training.inputs import as_splits
 
 
 def test_dataset_derives_classes_and_keeps_labels_as_int64():
@@ -47,7 +48,11 @@ TWO = torch.tensor([0, 1])
         (lambda: Dataset(torch.zeros(2, 2), torch.tensor([[0, -100], [-1, 1]])), "the label of sample 1 is not one of"),
         (lambda: Dataset(torch.zeros(2, 2), ["a", "c"], class_names=["a", "b"]), "'c' of sample 1 is not among"),
         (lambda: Dataset(torch.zeros(2, 2), TWO, class_names=["a"]), "label of sample 1 is not one of"),
-        (lambda: Dataset(torch.zeros(2, 2), {"y": TWO}), "y is a dict"),
+        (lambda: Dataset(torch.zeros(2, 2), {"a": TWO, "b": [0, 1, 1]}), r"y\['b'\] and y\['a'\] must hold one row"),
+        (lambda: Dataset(torch.zeros(2, 2), {"a": ["x", "z"]}), r"y\['a'\] holds text; number the classes"),
+        (lambda: Dataset(torch.zeros(2, 2), {}), "give every target under a name"),
+        (lambda: Dataset(torch.zeros(2, 2), {"a": TWO}, class_names=["x", "z"]), "for one array of labels, .* dict"),
+        (lambda: Dataset(torch.zeros(3), [{"a": 1}, {"b": 1}, {"a": 1}]), "samples of y are dicts with different keys"),
         (lambda: Dataset({0: torch.zeros(2, 2)}, TWO), "under the name that the model's forward"),
         (lambda: Dataset([{"a": 1.0}, {"b": 1.0}], TWO), "different keys"),
         (lambda: Dataset((torch.zeros(2, 2), torch.zeros(3), TWO), TWO), r"x\[1\] and y must hold one row"),
@@ -133,3 +138,56 @@ def test_another_ignored_value_is_stored_as_minus_one_hundred():
     for y in (torch.tensor([0, 255]), torch.tensor([[0.0, -1.0], [1.0, 0.0]])):  # where it would have no effect
         with pytest.raises(BadInput, match="ignore_index is for integer maps"):
             Dataset(torch.zeros(2, 3), y, ignore_index=255)
+
+
+class Boxes(torch.utils.data.Dataset):
+    """A torch data set whose targets are a tuple or a dict."""
+
+    def __init__(self, form):
+        self.form = form
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return torch.full((3,), float(i)), self.form(i % 2, torch.tensor([i, i + 1.0]))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Dataset(np.zeros((4, 3)), ([0, 1, 0, 1], np.arange(8).reshape(4, 2) / 2)),
+    lambda: Dataset((np.zeros(4), np.zeros(4)), (np.array([0, 1, 0, 1]), torch.arange(8).reshape(4, 2) / 2)),
+    lambda: as_dataset(Boxes(lambda kind, box: (kind, box))),
+])  # fmt: skip
+def test_a_tuple_of_targets_is_not_one_of_samples(make):
+    data = make()
+    assert len(data) == 4
+    assert (data.classes, data.labels) == (None, None)
+    kinds, boxes = data.y
+    assert (kinds.tolist(), kinds.dtype, boxes.shape) == ([0, 1, 0, 1], torch.int64, (4, 2))
+    assert boxes.is_floating_point()
+    assert "targets y[0], y[1]" in repr(data)
+    part = data.subset([3, 1])
+    assert torch.equal(part.y[1], boxes[[3, 1]])
+    assert data.to("cpu") is data
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Dataset(np.zeros((4, 3)), {"kind": [0, 1, 0, 1], "tokens": [[1], [1, 2], [3], [4]]}),
+    lambda: Dataset(np.zeros((4, 3)), [{"kind": i % 2, "tokens": [1] * (1 + i % 2)} for i in range(4)]),
+    lambda: as_dataset(Boxes(lambda kind, box: {"kind": kind, "tokens": [1] * (1 + kind)})),
+])  # fmt: skip
+def test_a_dict_of_targets(make):
+    data = make()
+    assert data.y["kind"].tolist() == [0, 1, 0, 1]
+    assert data.y["tokens"][0].tolist()[1] == -100  # padded tokens do not count
+    assert list(data.holdout(0.5)[1].y) == ["kind", "tokens"]
+
+
+def test_a_pair_of_pairs_is_told_from_several_inputs_and_targets():
+    many, few = (torch.zeros(n, 3) for n in (8, 4))
+    for pairs in (((many, many[:, 0]), (few, few[:, 0])), ((few, few[:, 0]), (few + 1, few[:, 0]))):
+        with pytest.raises(BadInput, match=r"a pair of pairs: .* are a lamina\.Dataset\(x, y\)"):
+            as_splits(pairs)
+    train, test = as_splits(((many, many), (many[:, 0], many[:, :2])))
+    assert [tuple(y.shape) for y in train.y] == [(8,), (8, 2)]
+    assert test is None

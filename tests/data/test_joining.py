@@ -123,6 +123,8 @@ def test_a_partition_deals_the_samples_again():
     [
         ([*PAIRS, X], {}, "item 3 of the data is a Tensor and item 0 a data set: give a list with one"),
         ([lamina.Dataset(*PAIRS[0]), PAIRS[1], X], {}, "item 2 of the data is a Tensor and item 0 a data set"),
+        ([X, Y, X], {}, r"3 items, of which none is a data set: give a pair \(x, y\), or a list with one"),
+        ([], {}, "0 items, of which none is a data set"),
         ([lamina.Dataset(*PAIRS[0]), Y], {}, "item 1 of the data is a Tensor and item 0 a data set"),
         (tuple(map(torch_set, PAIRS[:2])), {}, "a pair of data sets: give a list for two clients"),
         (tuple(PAIRS[:2]), {}, r"for the data of two clients, give a list: \[\(x, y\), \(x, y\)\]"),
@@ -164,3 +166,29 @@ def test_a_pair_of_two_inputs_is_no_list_of_clients(caplog):
 def test_the_column_of_the_clients_must_be_there():
     with pytest.raises(BadInput, match=r"client_column 'b' is no column \(columns: a\)"):
         lamina.Dataset(X, Y, columns={"a": Y.numpy()}, client_column="b")
+
+
+def test_tables_of_clients_are_prepared_once():
+    pandas = pytest.importorskip("pandas")
+    tables = [pandas.DataFrame({"ward": list(wards), "y": [0, 1, 1]}) for wards in ("aab", "bcc")]
+    options = {"categorical": ["ward"]}
+    apart = [lamina.data.as_dataset(table, y="y", preprocessing=options) for table in tables]
+    with pytest.raises(BadInput, match="client 1 has another preprocessing of its table"):
+        as_data(apart)
+    fitted = lamina.data.TablePreprocessing.fit(pandas.concat(tables), [], **options)
+    data = as_data([lamina.data.as_dataset(table, y="y", preprocessing=fitted) for table in tables])
+    assert data.x.argmax(1).tolist() == [0, 0, 1, 1, 2, 2]
+    assert data.preprocessing is fitted
+
+
+def test_a_function_for_experiment_files_may_return_the_data_of_clients(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "wards_of_mine.py").write_text(
+        "import torch\n\ndef load():\n    x, y = torch.eye(4), torch.tensor([0, 1, 0, 1])\n"
+        "    return {'b': (x, y), 'a': (x[:2], y[:2])}, {'a': (x, y)}\n"
+    )
+    with pytest.raises(BadInput, match=r"returns the data of each client: add client = \"client\" to \[data\]"):
+        lamina.data.load("wards_of_mine:load")
+    train, test = lamina.data.load("wards_of_mine:load", client="client")
+    assert train.columns["client"].tolist() == ["b"] * 4 + ["a"] * 2
+    assert test.client_column == "client"

@@ -25,27 +25,30 @@ def test_all_engines_agree(kind):
     assert not torch.equal(expected.state.server.x, expected.objective.start)
 
 
-def test_the_gradients_over_all_data_agree():
-    runs = [simulation("dict", engine, "mime", participation=1.0) for engine in ("loop", "stacked")]
+@pytest.mark.parametrize("kind", ["dict", "dict_targets", "per_batch"])
+def test_the_gradients_over_all_data_agree(kind):
+    runs = [simulation(kind, engine, "mime", participation=1.0) for engine in ("loop", "stacked")]
     for run in runs:
         run.run(2)
     torch.testing.assert_close(runs[1].state.server.x, runs[0].state.server.x, rtol=1e-9, atol=1e-11)
 
 
-def test_a_checkpoint_of_dict_inputs_is_restored_and_refuses_other_data(tmp_path):
-    run = simulation("dict")
+@pytest.mark.parametrize("kind", ["dict", "dict_targets"])
+def test_a_checkpoint_is_restored_and_refuses_other_data(tmp_path, kind):
+    run = simulation(kind)
     run.run(1)
     run.save(tmp_path)
-    again = simulation("dict")
+    again = simulation(kind)
     again.restore(tmp_path)
     assert torch.equal(again.state.server.x, run.state.server.x)
     with pytest.raises(lamina.BadInput, match="of another run"):
         simulation("tuple").restore(tmp_path)
 
 
-def test_simulations_with_dict_inputs_form_a_population():
-    alone = simulation("dict", lr=0.01)
-    together = lamina.Population([simulation("dict", lr=lr) for lr in (0.01, 0.1)])
+@pytest.mark.parametrize("kind", ["dict", "dict_targets"])
+def test_simulations_with_dict_inputs_or_targets_form_a_population(kind):
+    alone = simulation(kind, lr=0.01)
+    together = lamina.Population([simulation(kind, lr=lr) for lr in (0.01, 0.1)])
     alone.run(2)
     together.run(2)
     torch.testing.assert_close(

@@ -43,19 +43,31 @@ CASES = [
     ("fedlada", "mlp", 0.6),
     ("per_layer", "mlp", 0.6),
     ("fedsam", "batch_norm", 0.6),
+    ("fedlamb", "augmented", 0.6),
     ("fedlamb", "dropout", 0.6),
     ("mime", "dropout2d", 1.0),
     ("fedlada", "dict", 1.0),
     ("fedlamb", "tuple", 0.7),
+    ("fedlada", "private", 0.6),
+    ("mime", "private", 0.2),
     ("fedlada", "segmentation", 1.0),
     *((None, kind, 0.7) for kind in kinds.KINDS if kind not in ("dict", "tuple", "segmentation")),
 ]
+
+
+def noisy(batch, generator):
+    return batch + torch.randn(batch.shape, generator=generator, dtype=batch.dtype)
 
 
 def run_case(name, kind, share):
     if kind in kinds.KINDS:
         algorithm = None if name is None else ALGORITHMS[name]()
         run = kinds.simulation(kind, "stacked", algorithm, participation=share)
+    elif kind == "private":
+        settings = {"participation": share, "private": ["0.*", "*.running*"], "local_test": 0.3, "batch_size": None}
+        run = simulation("batch_norm", ALGORITHMS[name](), "stacked", **settings)
+    elif kind == "augmented":
+        run = simulation("mlp", ALGORITHMS[name](), "stacked", participation=share, augmentation=noisy)
     elif kind.startswith("dropout"):
         run = dropout_simulation(kind, engine="stacked", algorithm=ALGORITHMS[name](), participation=share, lr=0.01)
     else:

@@ -46,6 +46,7 @@ def test_the_keys_of_an_augmentation_describe_it():
     data = parse({"data": keys}).data
     assert (data.augment, data.augment_pad, data.augment_fill) == (True, 2, "mean")
     assert augment_keys(None) == {}
+    assert parse({"data": augment_keys("my_module:noise")}).data.augment == "my_module:noise"
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,13 @@ def test_the_servers_weights_count_not_the_nodes(tmp_path):
     assert_like_the_simulation(setup)
 
 
+def brightness(batch, generator):
+    return batch * torch.rand(len(batch), 1, 1, 1, generator=generator)
+
+
 @pytest.mark.parametrize("engine", ["loop", "stacked"])
-def test_dropout_and_augmentation_follow_the_plan(tmp_path, engine):
+@pytest.mark.parametrize("augmentation", [lamina.data.Augment(2, crop_probability=0.5, fill="mean"), brightness])
+def test_dropout_and_augmentation_follow_the_plan(tmp_path, engine, augmentation):
     def images(context=None):
         generator = torch.Generator().manual_seed(1)
         x = torch.randint(0, 256, (40, 1, 6, 6), generator=generator, dtype=torch.uint8)
@@ -80,7 +85,6 @@ def test_dropout_and_augmentation_follow_the_plan(tmp_path, engine):
             torch.manual_seed(0)
             return nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Dropout(0.3), nn.Linear(8, 3))
 
-    augmentation = lamina.data.feed.Augment(2, crop_probability=0.5, fill="mean")
     protocol = {"batch_size": 8, "augmentation": augmentation, "seed": 1, "device": "cpu"}
     parts = [list(range(20)), list(range(20, 40))]
     simulation = lamina.Simulation(model(), images(), "fedams", clients=parts, engine=engine, **protocol)

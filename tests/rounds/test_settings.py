@@ -30,6 +30,7 @@ OTHER = {
     "aggregation": Median(),
     "loss": "mse",
     "augmentation": Augment(),
+    "private": ("head.*",),
     "seed": 1,
 }
 

@@ -1,5 +1,6 @@
 """One small problem per kind of input, target and model output, for the tests of all engines."""
 
+import dataclasses
 import importlib.util
 
 import torch
@@ -136,6 +137,39 @@ def convolutions():
     )  # fmt: skip
 
 
+class Heads(nn.Module):
+    """Two heads on one body, returned in some form."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.body, self.kind, self.size, self.form = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 1), form
+
+    def forward(self, x):
+        hidden = torch.tanh(self.body(x))
+        return self.form(self.kind(hidden), self.size(hidden).squeeze(1))
+
+
+@dataclasses.dataclass
+class TwoAnswers:
+    kind: torch.Tensor
+    size: torch.Tensor
+    note: str = "not a tensor"
+
+
+def of_heads(kind, size, kinds, sizes):
+    return F.cross_entropy(kind, kinds, reduction="none") + (size - sizes) ** 2
+
+
+def spread(outputs, targets):
+    """A loss of the whole batch: its samples push each other away from their mean."""
+    centred = outputs - outputs.mean(0)
+    return F.cross_entropy(outputs, targets) + 0.1 * torch.log1p(centred.square().sum() * len(targets))
+
+
+def two_targets():
+    return integers(3, SAMPLES), draw(SAMPLES)
+
+
 def hugging_face(name, adapters=False):
     """Return the function that makes a small transformer."""
 
@@ -207,6 +241,22 @@ KINDS = {
     ),
     "mae": (lambda: linear(2), lambda: (draw(SAMPLES, 4), draw(SAMPLES, 2)), "mae"),
     "huber": (lambda: linear(1), lambda: (draw(SAMPLES, 4), 3 * draw(SAMPLES)), "huber"),
+    "tuple_targets": (
+        lambda: Heads(lambda kind, size: (kind, [size])), lambda: (draw(SAMPLES, 4), two_targets()),
+        lambda outputs, targets: of_heads(outputs[0], outputs[1][0], *targets),
+    ),
+    "dict_targets": (
+        lambda: Heads(lambda kind, size: {"kind": kind, "size": size}),
+        lambda: (draw(SAMPLES, 4), dict(zip(("kinds", "sizes"), two_targets(), strict=True))),
+        lambda outputs, targets: of_heads(**outputs, **targets),
+    ),
+    "object_out": (
+        lambda: Heads(TwoAnswers), lambda: (draw(SAMPLES, 4), two_targets()),
+        lambda outputs, targets: of_heads(outputs.kind, outputs.size, *targets),
+    ),
+    "per_batch": (
+        lambda: linear(3), lambda: (draw(SAMPLES, 4), integers(3, SAMPLES)), lamina.losses.per_batch(spread)
+    ),
     "own": (lambda: linear(1), lambda: (draw(SAMPLES, 4), draw(SAMPLES)), own_loss),
 }  # fmt: skip
 
@@ -244,6 +294,7 @@ def algorithm_for(kind):
 
 def simulation(kind, engine="stacked", algorithm=None, **settings):
     _, data, loss = KINDS[kind]
+    engine = "captured" if (kind, engine) == ("per_batch", "stacked") else engine  # it has no stacked form
     return lamina.Simulation(
         model(kind), data(), algorithm or algorithm_for(kind), test=data(), clients=PARTS, loss=loss,
         engine=engine, device="cpu", **{"batch_size": 4, "participation": 0.7, "lr": 0.05, "seed": 3, **settings},

@@ -119,3 +119,68 @@ def test_a_smaller_is_better_metric_has_its_worst_clients_at_the_top():
     errors = (run.model(run.train_data.x)[:, 0] - run.train_data.y).abs().detach().numpy()
     each = [errors[part].mean() for part in run.reserved.local_tests]
     assert row["client_mae_worst10"] == pytest.approx(max(each))
+
+
+class Recurrent(nn.Module):
+    """The scores of the last step, and the hidden state [layers, n, units]."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 4, num_layers=2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        out, (hidden, _) = self.lstm(x)
+        return self.head(out[:, -1]), {"hidden": hidden, "scale": self.head.weight.norm()}
+
+
+def test_a_metric_of_the_users_gets_all_that_the_model_returns_over_several_batches():
+    """The test data are more than one batch of an evaluation."""
+    torch.manual_seed(0)
+    model, x = Recurrent(), torch.randn(1030, 5, 3)
+    y = {"kind": torch.arange(1030) % 3, "size": torch.randn(1030)}
+
+    def loss(outputs, targets):
+        return nn.functional.cross_entropy(outputs[0], targets["kind"], reduction="none")
+
+    def together(outputs, targets):
+        scores, rest = outputs
+        right = (scores.argmax(1) == targets["kind"]).float().mean()
+        return right + (rest["hidden"][-1].sum(1) - targets["size"]).abs().mean() + rest["scale"]
+
+    run = lamina.Simulation(
+        model, (x[:40], {name: values[:40] for name, values in y.items()}), "fedavg", test=(x, y), clients=2, loss=loss,
+        metrics=[together], device="cpu",
+    )  # fmt: skip
+    measured = run.run(1)[-1]["together"]
+    with torch.no_grad():
+        assert measured == pytest.approx(float(together(run.model(x), y)), rel=1e-5)
+
+
+def test_outputs_that_do_not_fit_together_need_a_metric_that_keeps_less():
+    class Pairs(nn.Linear):
+        def forward(self, x):
+            return {"scores": super().forward(x), "pairs": x @ x.T}
+
+    def loss(outputs, targets):
+        return nn.functional.cross_entropy(outputs["scores"], targets, reduction="none")
+
+    def largest(outputs, targets):
+        return outputs["pairs"].max()
+
+    x, y = torch.randn(1030, 4), torch.arange(1030) % 3
+    given = {"clients": 2, "loss": loss, "device": "cpu", "test": (x, y)}
+    with pytest.raises(
+        lamina.BadInput, match=r"metric 'largest' needs all outputs together, .*give lamina\.Metric\(…, keep=…"
+    ):
+        lamina.Simulation(Pairs(4, 3), (x[:40], y[:40]), "fedavg", metrics=[largest], **given)
+    metric = lamina.Metric("largest", torch.max, keep=lambda batch: (batch.outputs["pairs"].amax(1),))
+    run = lamina.Simulation(Pairs(4, 3), (x[:40], y[:40]), "fedavg", metrics=[metric], **given)
+    blocks = [x[rows] @ x[rows].T for rows in (slice(1000), slice(1000, None))]
+    assert run.run(1)[-1]["largest"] == pytest.approx(float(max(block.max() for block in blocks)))
+
+
+def test_lamina_has_no_metric_for_several_targets_but_the_loss():
+    run = simulation({"a": torch.arange(120) % 3, "b": torch.arange(120)}, loss=lambda o, t: o[:, 0] * t["a"])
+    assert run.metric == "loss"
+    with pytest.raises(lamina.BadInput, match=r"metric 'accuracy' needs one tensor of targets, not y\['a'\], y\['b'\]"):
+        simulation(run.train_data.y, loss=lambda o, t: o[:, 0] * t["a"], metrics=["accuracy"])

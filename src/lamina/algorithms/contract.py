@@ -181,6 +181,12 @@ class Algorithm(ABC):
         """What one layer is in the fields ``[..., layers]``: a tensor, or all tensors of a module."""
         return "tensor"
 
+    # --- facts for the evaluation ---
+
+    def client_model(self, x: Tensor, client: Any) -> Tensor:
+        """Return the model that a client uses for itself, from the one it sees and its state; default: the former."""
+        return x
+
     # --- facts for the ledger ---
 
     @property
@@ -213,6 +219,11 @@ class Algorithm(ABC):
 def has_second_point(algorithm: Algorithm) -> bool:
     """Return whether the algorithm can ask for a second gradient."""
     return type(algorithm).second_point is not Algorithm.second_point
+
+
+def has_client_models(algorithm: Algorithm) -> bool:
+    """Return whether clients use other models for themselves than the one they see."""
+    return type(algorithm).client_model is not Algorithm.client_model
 
 
 def step_kinds(algorithm: Algorithm) -> list[bool]:

@@ -181,10 +181,11 @@ def _set_metrics(tree: dict[str, Table], objects: Table, given: Any) -> None:
 def _set(tree: dict[str, Table], object_settings: Table, key: str, value: Any) -> None:
     """Set one key in its section; an object that no file can name goes to `object_settings`."""
     if key == "augmentation":
-        if isinstance(value, Augment):
+        if value is None or isinstance(value, str | Augment):
             tree["data"] |= augment_keys(value)
-        if value is None or isinstance(value, Augment):
-            return
+        else:
+            object_settings[key] = value
+        return
     section = next((name for name, kind in SECTIONS.items() if key in kind.model_fields), None)
     if section is None:
         keys = [name for kind in SECTIONS.values() for name in kind.model_fields]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lamina.algorithms.contract import Algorithm
-from lamina.base.errors import BadInput
+from lamina.base.errors import BadInput, is_whole
 from lamina.base.limits import check_count
 from lamina.base.registry import field_values
 from lamina.base.text import html_table, plural
@@ -23,6 +23,7 @@ from lamina.engines.choice import EngineName
 from lamina.engines.devices import Precision, choose_device
 from lamina.engines.stacked.engine import Stacked
 from lamina.models.registry import Factory
+from lamina.objective.objective import copy_module
 from lamina.rounds.clients import Heldout
 from lamina.rounds.settings import TrainArguments, TrainSettings
 from lamina.storage.identity import of_run
@@ -54,13 +55,14 @@ class Simulation(Training):
     Args:
         model: any module; it is copied, and its trainable parameters are the start. Or a function that returns a new
             module, or a model's name: their weights depend on the seed. A function with arguments `input_shape` and
-            `classes` receives them from the data. The outputs are the tensor that the module returns, its result's
-            `.logits` or ["logits"], or the first element of a tuple.
+            `classes` receives them from the data. It may return a tensor, or a tuple, a dict or an object of tensors,
+            of which losses and metrics by name take `.logits`, ["logits"] or the first element.
         train: the training data: a `Dataset`, a pair (x, y), a torch or a `datasets` data set; x may be a tensor (or
             array, list, table), a tuple or a dict of them: the model is called as ``model(x)``, ``model(*x)`` or
-            ``model(**x)``. Or training and test data: the result of `lamina.data.load` or `Dataset.holdout`, or the
-            name of a data set. Or a list with the data set of every client, or a dict with their names: then `clients`
-            and `partition` are left out, and `test` may be by client as well.
+            ``model(**x)``. y may be a tuple or a dict as well, for a loss of yours. Or training and test data: the
+            result of `lamina.data.load` or `Dataset.holdout`, or the name of a data set. Or a list with the data set of
+            every client, or a dict with their names: then `clients` and `partition` are left out, and `test` may be by
+            client as well.
         algorithm: an algorithm, or the name of one (its defaults).
         test: data to evaluate on; without it, metrics and loss are not reported. A dict names several test sets: runs
             are judged by the first, and the columns of the others end with their name, as in ``accuracy@noisy``.
@@ -87,8 +89,16 @@ class Simulation(Training):
             "centred_clipping", or an object such as `lamina.aggregation.TrimmedMean(0.1)`. All but the mean keep the
             uploads of the whole cohort in memory.
         loss: a name in `lamina.losses.LOSSES` (default "cross_entropy"), "module:function", or a function of (outputs,
-            targets) that returns one loss per sample [n].
-        augmentation: random crop and flip of training images, such as `lamina.data.Augment(pad=4)`.
+            targets), all that the model returns and the targets, that returns one loss per sample [n];
+            `lamina.losses.per_batch(function)` for one that returns a single number for a batch.
+        augmentation: random crop and flip of training images, such as `lamina.data.Augment(pad=4)`, or a function of
+            (batch, generator) that returns the changed batch, by itself or as "module:function": the batch is one
+            client's inputs of one local step as the model gets them, images normalised; the generator, on the batch's
+            device, follows from the seed, the round, the client and the step. On a GPU the loop calls such a function.
+        private: patterns of names, such as ["head.*"] or ["*.bn*"]: parameters and buffers that are never sent. Each
+            client trains and keeps its own, from the initial values on. The metrics of `local_test` and
+            `client_metrics` are then those of the clients' own models, and columns that begin with "shared_" are
+            those of the shared model; the test data see the shared model with the initial private values.
         seed: the source of all randomness; default 0.
         device: "auto" (a GPU if there is one), or any torch device.
         engine: "stacked" (clients as one model), "captured" (the model as it is, replayed on a GPU) or "loop";
@@ -246,6 +256,16 @@ class Simulation(Training):
                 self._requested = self.state.round
                 raise
         return self.history
+
+    def client_model(self, client: int) -> nn.Module:
+        """Return a copy of the model that a client uses, in evaluation mode: with its private parts, if there are any.
+
+        A client that has not taken part yet has their initial values.
+        """
+        count = self.plan.clients.count
+        if not is_whole(client) or not 0 <= client < count:
+            raise BadInput(f"client_model: client = {client!r} is not one of the clients 0 to {count - 1}")
+        return copy_module(self.objective.module_at(*self.client_parameters(client))).eval()
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint (safetensors). Later calls with the same folder write only the client states that changed.

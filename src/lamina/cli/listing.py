@@ -107,11 +107,12 @@ def _show_algorithm(kind: type[Algorithm]) -> None:
 
 def _show_experiment(file: Path) -> None:
     """Show how many parameters are trained, what a client receives and sends, and which engine trains it."""
+    from lamina.engines.personal import unpack
     from lamina.experiment.build import build, load_data
     from lamina.experiment.config import load
     from lamina.experiment.trials.compare import with_algorithm
     from lamina.objective.objective import buffer_bytes
-    from lamina.rounds.ledger import wire_cost
+    from lamina.rounds.ledger import upload_bytes, wire_cost
 
     experiment = load(file)
     names = [experiment.algorithm.name]
@@ -122,12 +123,15 @@ def _show_experiment(file: Path) -> None:
     objective = simulations[names[0]].objective
     note = objective.frozen_note() or f"trains and sends all of its {objective.layers.size:,} parameters"
     echo(f"{experiment.model.name} {note}")
-    size, statistics = objective.layers.size * objective.dtype.itemsize, buffer_bytes(objective.buffers)
+    size, statistics = objective.dtype.itemsize, buffer_bytes(objective.shared_buffers(objective.buffers))
     rows = []
     for name, simulation in simulations.items():
         cost = wire_cost(simulation.algorithm)
-        sent = [f"{(models * size + statistics) / 1e3:,.1f} kB" for models in (cost.down, cost.up)]
-        rows.append([name, *sent, f"{cost.client_state * size / 1e3:,.1f} kB", simulation.engine.name])
+        record = simulation.start()[1]
+        own = upload_bytes(record) - upload_bytes(unpack(objective, record).client)  # the private parts
+        sent = [models * objective.shared_layers.size * size + statistics for models in (cost.down, cost.up)]
+        sizes = [*sent, cost.client_state * objective.layers.size * size + own]
+        rows.append([name, *(f"{number / 1e3:,.1f} kB" for number in sizes), simulation.engine.name])
     out.print(table(("algorithm", "down", "up", "keeps", "engine"), rows, caption="per active client and round"))
     for name, why in dict.fromkeys((one.engine.name, one.engine.why) for one in simulations.values()):
         echo(f"engine {name} on {simulation.device}: {why}")

@@ -17,6 +17,7 @@ from lamina.base.text import listed
 from lamina.data.hub import LABEL_COLUMNS
 from lamina.data.images import stack_pictures
 from lamina.data.mapped import Mapped, is_mapped
+from lamina.objective.batch import Targets
 from lamina.objective.fingerprint import alike
 from lamina.objective.losses import IGNORED
 
@@ -40,10 +41,7 @@ def convert_inputs(name: str, x: Any, count: int) -> Padded:
 
     `count` is the number of samples: it tells a tuple of inputs from a tuple of samples.
     """
-    if isinstance(x, list | tuple) and x and isinstance(x[0], Mapping):  # a list of samples
-        if any(not isinstance(sample, Mapping) or sample.keys() != x[0].keys() for sample in x):
-            raise BadInput(f"{name}: the samples of x are dicts with different keys; give every sample the same")
-        x = {key: [sample[key] for sample in x] for key in x[0]}
+    x = _by_key(name, "x", x)
     if isinstance(x, Mapping):
         if not x or not all(isinstance(key, str) for key in x):
             raise BadInput(f"{name}: x is a dict: give every input under the name that the model's forward has for it")
@@ -55,18 +53,36 @@ def convert_inputs(name: str, x: Any, count: int) -> Padded:
     return convert(name, "x", x)
 
 
+def count_samples(x: Any, y: Any) -> int:
+    """Return the number of samples, which tells a tuple of inputs or targets from a tuple of samples."""
+    for values in (y, x):
+        if isinstance(values, Mapping) and values:
+            values = next(iter(values.values()))
+        elif isinstance(values, tuple):
+            continue
+        has_samples = hasattr(values, "__len__") and getattr(values, "ndim", None) != 0
+        return len(values) if has_samples else 0
+    return len(y[0] if y and hasattr(y[0], "__len__") and not isinstance(y[0], str | bytes) else y)
+
+
 def convert_targets(
-    name: str, y: Any, class_names: Sequence[str] | None
-) -> tuple[Tensor, tuple[str, ...] | None, bool]:
+    name: str, y: Any, class_names: Sequence[str] | None, count: int
+) -> tuple[Targets, tuple[str, ...] | None, bool]:
     """Return targets as a tensor, the classes' names, and whether y holds names: text labels.
 
     Text labels become their positions among the names.
 
-    Token labels of different length are padded with -100, which the losses ignore.
+    Token labels of different length are padded with -100, which the losses ignore. Several targets become a tuple or a
+    dict of tensors; `count` is the number of samples.
     """
-    if isinstance(y, Mapping):
-        raise BadInput(f"{name}: y is a dict; give one array of targets")
     names = None if class_names is None else tuple(map(str, class_names))
+    y = _by_key(name, "y", y)
+    if isinstance(y, Mapping):
+        if not y or not all(isinstance(key, str) for key in y):
+            raise BadInput(f"{name}: y is a dict: give every target under a name")
+        return {key: _one_of_several(name, f"y[{key!r}]", values) for key, values in y.items()}, names, False
+    if isinstance(y, tuple) and _are_inputs(y, count):
+        return tuple(_one_of_several(name, f"y[{i}]", values) for i, values in enumerate(y)), names, False
     if isinstance(y, Tensor):
         return signed(name, "y", y.detach()), names, False
     array = _text_labels(name, y)
@@ -84,6 +100,21 @@ def convert_targets(
     return torch.tensor([places[label] for label in array.tolist()]), names, True
 
 
+def _by_key(name: str, what: str, samples: Any) -> Any:
+    """Return a list of dicts, one per sample, as a dict of lists; anything else as it is."""
+    if not (isinstance(samples, list | tuple) and samples and isinstance(samples[0], Mapping)):
+        return samples
+    if any(not isinstance(sample, Mapping) or sample.keys() != samples[0].keys() for sample in samples):
+        raise BadInput(f"{name}: the samples of {what} are dicts with different keys; give every sample the same")
+    return {key: [sample[key] for sample in samples] for key in samples[0]}
+
+
+def _one_of_several(name: str, what: str, values: Any) -> Tensor:
+    """Return one of several targets as a tensor; integers as int64. What they mean is up to the user's loss."""
+    target: Tensor = convert(name, what, values, IGNORED).values
+    return target if target.is_floating_point() or target.is_complex() else target.to(torch.int64)
+
+
 def convert(name: str, what: str, values: Any, fill: int = 0) -> Padded:
     """Return a tensor, in writable memory, of anything numpy or torch can read; sequences are padded with `fill`."""
     if isinstance(values, Tensor):
@@ -93,7 +124,7 @@ def convert(name: str, what: str, values: Any, fill: int = 0) -> Padded:
     if is_mapped(values) and what != "y":  # targets are few: they are read into memory
         return Padded(Mapped.of(name, what, values), None)
     if isinstance(values, Mapping):
-        raise BadInput(f"{name}: {what} is a dict; only x may be one, with a tensor under every name")
+        raise BadInput(f"{name}: {what} is a dict; x and y may be one, with a tensor under every name")
     if is_frame(values):
         values = _numbers_of(name, what, values)
     if isinstance(values, list | tuple) or (isinstance(values, np.ndarray) and values.dtype.kind == "O"):
@@ -107,7 +138,8 @@ def convert(name: str, what: str, values: Any, fill: int = 0) -> Padded:
     try:
         array = np.asarray(values)
         if array.size and array.dtype.kind in "OUS" and isinstance(array.flat[0], str | bytes):
-            advice = "tokenise it into whole numbers" if what != "y" else "give one text label per sample, or numbers"
+            advice = "give one text label per sample, or numbers" if what == "y" else "tokenise it into whole numbers"
+            advice = "number the classes" if what.startswith("y[") else advice
             raise BadInput(f"{name}: {what} holds text; {advice}")  # not the text: a node's messages reach the server
         if array.dtype.kind == "O":
             array = np.asarray(array.tolist())  # perhaps a column of Python's numbers
@@ -146,10 +178,10 @@ def read_samples(name: str, data: Any, y: str | None) -> tuple[Any, Any]:
     except (TypeError, NotImplementedError) as error:
         raise BadInput(f"{name}: a torch data set needs __len__ and __getitem__, which iterable ones lack") from error
     if any(not alike(sample, data[i]) for i, sample in enumerate(samples[:READ_TWICE])):
-        log.warning(
-            "%s: the samples of the torch data set change from read to read (a random transform?), but each is read "
-            "once: all rounds train on the same draw; leave it out, or use augmentation=lamina.data.Augment()",
-            name,
+        raise BadInput(
+            f"{name}: the samples of the torch data set change from read to read (a random transform?), but each is "
+            "read once: take the transform out, and give augmentation=lamina.data.Augment() or a function of (batch, "
+            "generator)"
         )
     first = samples[0] if samples else None
     if isinstance(first, Mapping):
@@ -162,7 +194,9 @@ def read_samples(name: str, data: Any, y: str | None) -> tuple[Any, Any]:
         return named_inputs, [sample[target] for sample in samples]
     if not isinstance(first, tuple | list) or len(first) < 2:
         raise BadInput(f"{name}: every sample of a torch data set must be a pair (inputs, target), or a dict")
-    targets = [sample[-1] for sample in samples]
+    targets: Any = [sample[-1] for sample in samples]
+    if isinstance(targets[0], tuple) and any(map(_is_sequence, targets[0])):
+        targets = tuple(list(part) for part in zip(*targets, strict=True))
     inputs = [tuple(sample[:-1]) if len(first) > 2 else sample[0] for sample in samples]
     if isinstance(inputs[0], tuple):
         return tuple(list(part) for part in zip(*inputs, strict=True)), targets
@@ -177,9 +211,10 @@ def is_frame(values: Any) -> bool:
 def column_names(x: Any, y: Any) -> dict[str, tuple[str, ...]]:
     """Return the columns' names of inputs and targets that are pandas tables, by what messages call each."""
     parts: dict[str, Any] = {"x": x, "y": y}
-    if isinstance(x, Mapping | tuple):
-        pairs = x.items() if isinstance(x, Mapping) else enumerate(x)
-        parts |= {f"x[{key!r}]": values for key, values in pairs}
+    for what, several in (("x", x), ("y", y)):
+        if isinstance(several, Mapping | tuple):
+            pairs = several.items() if isinstance(several, Mapping) else enumerate(several)
+            parts |= {f"{what}[{key!r}]": values for key, values in pairs}
     return {what: tuple(map(str, values.columns)) for what, values in parts.items() if is_frame(values)}
 
 
@@ -208,7 +243,7 @@ def _numbers_of(name: str, what: str, frame: Any) -> NDArray[Any]:
 
 
 def _are_inputs(x: tuple[Any, ...], count: int) -> bool:
-    """Return whether a tuple holds one array per input, and not one sample per element."""
+    """Return whether a tuple holds one array per input or target, and not one sample per element."""
     if not all(isinstance(part, Tensor | Mapped | np.ndarray | list) or is_frame(part) for part in x):
         return False
     return len(x) != count or all(getattr(part, "ndim", 1) > 0 and len(part) == count for part in x)

@@ -42,7 +42,8 @@ class Dataset:
             integers reach the model as int64, except uint8 with three or more axes: those are images. uint8 with one
             or two axes is a table or tokens. Booleans stay booleans.
         y: [n] int64 labels, or text labels, which are numbered; integer maps [n, ...] (pixels, tokens), in which -100
-            does not count; or floating-point targets [n, ...] (regression, soft labels).
+            does not count; or floating-point targets [n, ...] (regression, soft labels). A tuple or a dict of such
+            tensors for a loss of yours that compares several.
         classes: Number of classes; the largest label + 1 unless given, None for floating-point targets.
         mean: Per channel, subtracted from x / 255 (uint8 images only) when a batch is prepared.
         std: Per channel, divides x / 255 - mean.
@@ -81,11 +82,12 @@ class Dataset:
 
     def __post_init__(self) -> None:
         convert.refuse_other_order(self.name, self.x, self.y)
-        y, names, are_names = convert.convert_targets(self.name, self.y, self.class_names)
-        x, mask = convert.convert_inputs(self.name, self.x, len(y) if y.dim() else 0)
+        count = convert.count_samples(self.x, self.y)
+        y, names, are_names = convert.convert_targets(self.name, self.y, self.class_names, count)
+        x, mask = convert.convert_inputs(self.name, self.x, count)
         # uint8 with few axes is a table or tokens: `prepare` would read intensities
         x = map_batch(lambda v: v.to(torch.int64) if v.dtype == torch.uint8 and v.dim() <= 2 else v, x)
-        widths = {what: part.shape[1:] for what, part in {**named_tensors(x), "y": y}.items()}
+        widths = {what: part.shape[1:] for what, part in {**named_tensors(x), **named_tensors(y, "y")}.items()}
         column_names = {
             what: given  # unless `dataclasses.replace` gave other features
             for what, given in {**self.column_names, **convert.column_names(self.x, self.y)}.items()
@@ -99,17 +101,18 @@ class Dataset:
             ("names_from_labels", are_names and self.class_names is None),
         ):  # fmt: skip
             object.__setattr__(self, field_name, value)
-        for what, tensor in named_tensors(x).items():
-            if tensor.dim() == 0 or y.dim() == 0 or len(tensor) != len(y):
-                shapes = f"{list(tensor.shape)} and {list(y.shape)}"
-                raise BadInput(f"{self.name}: {what} and y must hold one row per sample, found shapes {shapes}")
-        if len(y) == 0:
+        (first, target), *others = named_tensors(y, "y").items()
+        for what, tensor in (*named_tensors(x).items(), *others):
+            if tensor.dim() == 0 or target.dim() == 0 or len(tensor) != len(target):
+                shapes = f"{list(tensor.shape)} and {list(target.shape)}"
+                raise BadInput(f"{self.name}: {what} and {first} must hold one row per sample, found shapes {shapes}")
+        if len(self) == 0:
             raise BadInput(f"{self.name}: the data set is empty; give at least one sample")
-        for what, tensor in {**named_tensors(x), "y": y}.items():
+        for what, tensor in {**named_tensors(x), **named_tensors(y, "y")}.items():
             _check_numbers(self.name, what, tensor)
         for column, values in self.columns.items():
-            if len(values) != len(y):
-                counts = f"{plural(len(values), 'value')} for {plural(len(y), 'sample')}"
+            if len(values) != len(self):
+                counts = f"{plural(len(values), 'value')} for {plural(len(self), 'sample')}"
                 raise BadInput(f"{self.name}: column '{column}' has {counts}; give one each")
         if self.client_column is not None and self.client_column not in self.columns:
             known = ", ".join(self.columns) or "none"
@@ -118,6 +121,13 @@ class Dataset:
         self._check_images()
 
     def _check_labels(self) -> None:
+        if not isinstance(self.y, Tensor):
+            if self.classes is not None or self.class_names is not None or self.ignore_index != IGNORED:
+                raise BadInput(
+                    f"{self.name}: classes, class_names and ignore_index are for one array of labels, and y is a "
+                    f"{type(self.y).__name__}: leave them out; integers of several targets reach your loss as they are"
+                )
+            return
         if self.ignore_index != IGNORED and (self.y.is_floating_point() or self.y.dim() < 2):
             raise BadInput(
                 f"{self.name}: ignore_index is for integer maps [n, ...], and y has shape {list(self.y.shape)} and "
@@ -178,10 +188,12 @@ class Dataset:
             )
 
     def __len__(self) -> int:
-        return len(self.y)
+        return len(tensors(self.y)[0])
 
     def __repr__(self) -> str:
         target = "regression" if self.classes is None else plural(self.classes, "class", "classes")
+        if not isinstance(self.y, Tensor):
+            target = f"targets {', '.join(named_tensors(self.y, 'y'))}"
         kinds = [f"{list(values.shape[1:])} {values.dtype}" for values in tensors(self.x)]
         if isinstance(self.x, dict):
             kinds = [f"{name} {kind}" for name, kind in zip(self.x, kinds, strict=True)]
@@ -209,7 +221,7 @@ class Dataset:
         return dataclasses.replace(
             self,
             x=map_batch(lambda v: v.subset(chosen) if isinstance(v, Mapped) else v[rows.to(v.device)], self.x),
-            y=self.y[rows.to(self.y.device)],
+            y=map_batch(lambda values: values[rows.to(values.device)], self.y),
             mask=None if self.mask is None else map_batch(lambda mask: mask[rows.to(mask.device)], self.mask),
             columns={column: values[chosen] for column, values in self.columns.items()},
         )
@@ -222,8 +234,9 @@ class Dataset:
 
     def to(self, device: torch.device | str) -> Dataset:
         """Return the same data on another device (the columns stay on the host)."""
-        x, y = map_batch(lambda values: values.to(device), self.x), self.y.to(device)
-        is_here = y is self.y and all(a is b for a, b in zip(tensors(x), tensors(self.x), strict=True))
+        x, y = (map_batch(lambda values: values.to(device), part) for part in (self.x, self.y))
+        pairs = zip((*tensors(x), *tensors(y)), (*tensors(self.x), *tensors(self.y)), strict=True)
+        is_here = all(a is b for a, b in pairs)
         mask = None if self.mask is None else map_batch(lambda mask: mask.to(device), self.mask)
         return self if is_here else dataclasses.replace(self, x=x, y=y, mask=mask)
 
@@ -296,7 +309,7 @@ def as_dataset(
         inputs, targets = data
         convert.refuse_other_order(name, inputs, targets)
         column_names = convert.column_names(inputs, targets)
-    inputs, mask = convert.convert_inputs(name, inputs, len(targets) if hasattr(targets, "__len__") else 0)
+    inputs, mask = convert.convert_inputs(name, inputs, convert.count_samples(inputs, targets))
     if not isinstance(inputs, dict | tuple) and inputs.dtype == torch.uint8 and inputs.dim() == 3:
         inputs = inputs.unsqueeze(1)  # grey images are often stored without their only channel
     return Dataset(

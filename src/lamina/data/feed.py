@@ -1,20 +1,23 @@
 """Turn stored samples into model input: random crops and flips, and normalisation.
 
 Pure tensor functions, the same on every device and in every engine, with any leading axes
-(clients, experiments) and no host work, so that they compile and replay as part of a step.
+(clients, experiments) and no host work, so that they compile and replay as part of a step. An augmentation of the
+user's own is the exception: it is called for the batch of one client at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from lamina.base.errors import BadInput, unknown
+from lamina.base.errors import BadInput, describe_error, unknown
 from lamina.base.limits import check_count, check_number
-from lamina.objective.batch import Inputs, map_batch, tensors
+from lamina.base.registry import import_named
+from lamina.objective.batch import Inputs, map_batch, same_kind, tensors
 
 MOST_PADDING = 1024  # pixels
 WORD_BITS = 53  # of an image's random word; see `lamina.base.rng.bits`
@@ -122,17 +125,74 @@ class Augment:
         return augment(image, keys, self.pad, self.flip, self.crop_probability)
 
 
+OwnAugmentation = Callable[[Any, torch.Generator], Any]
+"""A function of (batch, generator) that returns the changed batch: one client's inputs of one step, normalised."""
+
+
+def as_augmentation(given: Augment | OwnAugmentation | str | None) -> Augment | OwnAugmentation | None:
+    """Return an augmentation given as an object or as "module:function"."""
+    if not isinstance(given, str):
+        return given
+    function: OwnAugmentation = import_named("augmentation", given)
+    if not callable(function):
+        raise BadInput(f"augmentation = '{given}' is not a function of (batch, generator)")
+    return function
+
+
+def draw(function: OwnAugmentation, batch: Inputs, key: int) -> Inputs:
+    """Return what a user's function makes of one client's batch; the random word `key` seeds its generator."""
+    generator = torch.Generator(tensors(batch)[0].device).manual_seed(key)
+    try:
+        result: Inputs = function(batch, generator)
+    except Exception as error:  # whatever a user's function raises
+        raise BadInput(f"the augmentation fails: {describe_error(error)}") from error
+    count = len(tensors(batch)[0])
+    is_batch = type(result) is type(batch) and all(isinstance(values, Tensor) for values in tensors(result))
+    if not is_batch or not same_kind(result, batch) or any(len(values) != count for values in tensors(result)):
+        raise BadInput(
+            "the augmentation must return what it is given, a batch with the same inputs, shapes and types: "
+            f"{_kinds(batch)}, not {_kinds(result)}"
+        )
+    return result
+
+
+def _kinds(batch: Any) -> str:
+    if not isinstance(batch, Tensor | tuple | dict):
+        return f"a {type(batch).__name__}"
+    kinds = map_batch(lambda v: f"{v.dtype} {list(v.shape)}" if isinstance(v, Tensor) else type(v).__name__, batch)
+    return str(kinds)
+
+
+def _drawn(function: OwnAugmentation, x: Any, keys: Tensor, counts: Tensor | None) -> Any:
+    """Return the batches of one client [n, ...] or of several [clients, n, ...] after a user's function."""
+    if keys.dim() == 1:
+        return draw(function, x, int(keys[0]))
+    sizes = [keys.shape[1]] * len(keys) if counts is None else counts.tolist()
+    for client, (size, key) in enumerate(zip(sizes, keys[:, 0].tolist(), strict=True)):
+        if size:  # the function sees what it sees in the loop: no padding
+            own = map_batch(lambda values, client=client, size=size: values[client, :size].clone(), x)  # type: ignore[misc]
+            for target, result in zip(tensors(x), tensors(draw(function, own, key)), strict=True):
+                target[client, :size] = result
+    return x
+
+
 def training_inputs(
     x: Inputs,
     keys: Tensor | None,
-    augmentation: Augment | None,
+    augmentation: Augment | OwnAugmentation | None,
     mean: tuple[float, ...] | None,
     std: tuple[float, ...] | None,
     dtype: torch.dtype = torch.float32,
+    counts: Tensor | None = None,
 ) -> Any:
-    """Return model input for stored samples of a training batch: `prepare` and, with random words, the augmentation."""
+    """Return model input for stored samples of a training batch: `prepare` and, with random words, the augmentation.
+
+    `counts` [clients] are the numbers of samples of several clients' batches, if some are padded.
+    """
     if augmentation is None or keys is None:
         return prepare(x, mean, std, dtype)
+    if not isinstance(augmentation, Augment):
+        return _drawn(augmentation, prepare(x, mean, std, dtype), keys, counts)
     if augmentation.fill == "mean":  # zeros are the mean colour only after the normalisation
         return augmentation(prepare(x, mean, std, dtype), keys)
     return prepare(augmentation(x, keys), mean, std, dtype)

@@ -28,7 +28,8 @@ def as_data(given: Any, name: str = "data") -> Dataset:
     if isinstance(given, Mapping) and not hub.is_hub_dataset(given):
         if {*given} == {"train", "test"}:
             raise BadInput("the data are a dict of 'train' and 'test': pass them apart, train and test=…")
-        return _joined({str(key): item for key, item in given.items()}, name)
+        if not given or any(_is_data_set(item) or _is_pair(item) for item in given.values()):
+            return _joined({str(key): item for key, item in given.items()}, name)
     if isinstance(given, list | tuple):
         data_sets, pairs = list(map(_is_data_set, given)), list(map(_is_pair, given))
         are_data = [one or other for one, other in zip(data_sets, pairs, strict=True)]
@@ -45,6 +46,11 @@ def as_data(given: Any, name: str = "data") -> Dataset:
             raise BadInput(
                 "the data are a pair of data sets: give a list for two clients, [first, second], and test data as "
                 "test=…"
+            )
+        if len(given) != 2:
+            raise BadInput(
+                f"the data are {len(given)} items, of which none is a data set: give a pair (x, y), or a list with one "
+                "data set per client"
             )
     return as_dataset(given, name=name)
 
@@ -116,6 +122,8 @@ def _with_common_classes(parts: dict[Any, Dataset]) -> dict[Any, Dataset]:
 
 def _difference(part: Dataset, first: Dataset) -> str:
     """Return what the data of two clients differ in, or an empty string."""
+    if part.preprocessing != first.preprocessing:
+        return "another preprocessing of its table (fit it once, and give preprocessing=…)"
     one, other = named_tensors(part.x), named_tensors(first.x)
     if type(part.x) is not type(first.x) and (isinstance(part.x, dict | tuple) or isinstance(first.x, dict | tuple)):
         return "other inputs"
@@ -130,13 +138,9 @@ def _difference(part: Dataset, first: Dataset) -> str:
             return f"{what} of another shape ({list(shapes[0])}, not {list(shapes[1])})"
     if part.y.is_floating_point() != first.y.is_floating_point() or part.y.dim() != first.y.dim():
         return f"targets of another kind ({part.y.dtype} {list(part.y.shape[1:])})"
-    for field in ("mean", "std", "class_names", "column_names", "preprocessing"):
+    for field in ("mean", "std", "class_names", "column_names"):
         if getattr(part, field) != getattr(first, field):
-            return (
-                f"another {field} (a table's statistics must be fitted once)"
-                if field == "preprocessing"
-                else (f"another {field}")
-            )
+            return f"another {field}"
     return ""
 
 

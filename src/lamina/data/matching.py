@@ -69,7 +69,7 @@ def _refuse_other_preprocessing(test: Dataset, train: Dataset) -> None:
 def _with_columns_of(test: Dataset, train: Dataset) -> Dataset:
     """Return test data whose columns have the order of the training data's, if the columns of both have names."""
     changed: dict[str, Tensor] = {}
-    parts = {**named_tensors(test.x), "y": test.y}
+    parts = {**named_tensors(test.x), **named_tensors(test.y, "y")}
     for what in [name for name in parts if name in train.column_names and name in test.column_names]:
         names, wanted = test.column_names[what], train.column_names[what]
         if names != wanted:
@@ -81,11 +81,11 @@ def _with_columns_of(test: Dataset, train: Dataset) -> Dataset:
             changed[what] = parts[what][:, [names.index(name) for name in wanted]]
     if not changed:
         return test
-    values = iter([changed.get(what, part) for what, part in named_tensors(test.x).items()])
+    values = iter([changed.get(what, part) for what, part in parts.items()])
     return dataclasses.replace(
         test,
-        x=map_batch(lambda _: next(values), test.x),
-        y=changed.get("y", test.y),
+        x=map_batch(lambda _: next(values), test.x),  # in this order
+        y=map_batch(lambda _: next(values), test.y),
         column_names={**test.column_names, **{what: train.column_names[what] for what in changed}},
     )
 

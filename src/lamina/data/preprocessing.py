@@ -153,8 +153,11 @@ class TablePreprocessing:
         if isinstance(table, str | Path):
             where, table = where or str(table), self.read(Path(table))
         where, table = where or "the table", table.rename(columns=str)
-        blocks = [self._block(where, table, column) for column in self.columns]
-        return torch.from_numpy(np.concatenate(blocks, axis=1).astype(np.float32))
+        x, start = np.empty((len(table), len(self.features)), np.float32), 0
+        for column in self.columns:
+            end = start + len(column.features)
+            x[:, start:end], start = self._block(where, table, column), end
+        return torch.from_numpy(x)
 
     def read(self, file: Path) -> Any:
         """Return a CSV or Parquet file as a pandas table, with its categories and dates as they are written."""

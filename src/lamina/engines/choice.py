@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
-from torch import Tensor
-
 from lamina.algorithms.contract import Algorithm
 from lamina.base.errors import BadInput, unknown
 from lamina.base.registry import field_values
@@ -25,14 +23,17 @@ from lamina.engines.stacked.forward import CapturedForward, choose_forward
 from lamina.engines.stacked.independence import ignores_order, number_without_column, works_by_row
 from lamina.engines.stacked.memory import keep_freed_memory
 from lamina.engines.stacked.probe import probe_samples
-from lamina.objective.batch import Inputs, same_kind, tensors
+from lamina.objective.batch import Inputs, Targets, same_kind, take, tensors
 from lamina.objective.fingerprint import same_tensors
 from lamina.objective.objective import Objective
+from lamina.rounds.settings import TrainSettings, is_own_augmentation
 
 UNCONTROLLED = (
-    "the module's forward draws random numbers itself (torch.rand, an LSTM's dropout, dropout in evaluation, in "
-    "activation checkpointing or in torch.func): use nn.Dropout or F.dropout(…, training=self.training) elsewhere"
+    "the module's forward draws random numbers itself (torch.randn_like, an LSTM's dropout, dropout in evaluation, in "
+    "activation checkpointing or in torch.func), so clients train one by one from seeds of their own; for dropout, use "
+    "nn.Dropout or F.dropout(…, training=self.training)"
 )
+PER_BATCH = "the loss is one of a whole batch (per_batch), so each client's batch passes alone"
 EngineName = Literal["auto", "stacked", "captured", "loop"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 Engine = Loop | Stacked
@@ -56,7 +57,8 @@ def choose_engine(
         raise unknown("engine", name, ENGINES)
     words = (name, precision, cohort, batch)
     recent = _recent_engines(words, settings["data"])
-    lent = (_lent_engine(similar, **settings) for similar in recent)
+    off_the_gpu = _why_off_the_gpu(settings["objective"], settings["data"], settings["protocol"])
+    lent = (_lent_engine(similar, **settings) for similar in recent if not off_the_gpu)
     engine = next((one for one in lent if one is not None), None)
     if engine is None:
         engine = _fastest_engine(name, precision, is_random, cohort, batch, **settings)
@@ -124,7 +126,7 @@ def _fastest_engine(
 ) -> Engine:
     if name == "loop":
         return _loop("engine='loop' was asked for", **settings)
-    off_the_gpu = _why_off_the_gpu(settings["objective"], settings["data"])
+    off_the_gpu = _why_off_the_gpu(settings["objective"], settings["data"], settings["protocol"])
     if off_the_gpu:
         if name != "auto":
             raise BadInput(f"engine='{name}' is not possible here: {off_the_gpu}")
@@ -135,13 +137,14 @@ def _fastest_engine(
         sample = _probe_batch(settings["data"], objective)
         is_shared = Ranks.current().world > 1 and objective.device.type == "cpu"  # by torchrun, which the loop is not
         why = why_apart(objective, cohort, batch, sample[0]) if name == "auto" and not is_shared else ""
+        why = PER_BATCH if objective.mixes_samples and name != "captured" else why
         if name != "captured" and not why:
             forward, why = choose_forward(objective, sample, precision)
             why = why or _why_one_order(algorithm, objective)
             if forward is not None and not why:
                 why = "the fastest for this model" if name == "auto" else "engine='stacked' was asked for"
                 return Stacked(forward=forward, **settings, why=why)
-        if name == "captured" or (name == "auto" and objective.device.type == "cuda"):
+        if name == "captured" or (name == "auto" and (is_shared or objective.device.type == "cuda")):
             reason = why_not_captured(objective, sample)
             if not reason:
                 why = why or "engine='captured' was asked for"
@@ -152,11 +155,14 @@ def _fastest_engine(
     return _loop(why, **settings)
 
 
-def _why_off_the_gpu(objective: Objective, data: Dataset) -> str:
+def _why_off_the_gpu(objective: Objective, data: Dataset, protocol: TrainSettings) -> str:
     """Return why local steps cannot be captured on a GPU: the host prepares their batches; else an empty string."""
-    if objective.device.type == "cuda" and any(isinstance(values, Mapped) for values in tensors(data.x)):
+    if objective.device.type != "cuda":
+        return ""
+    if any(isinstance(values, Mapped) for values in tensors(data.x)):
         return "the data are memory-mapped, and a captured step cannot read them from disk"
-    return ""
+    is_own = is_own_augmentation(protocol.augmentation)
+    return "a captured step cannot call an augmentation of your own" if is_own else ""
 
 
 def _loop(why: str, **settings: Any) -> Loop:
@@ -165,7 +171,7 @@ def _loop(why: str, **settings: Any) -> Loop:
     return Loop(**settings, why=why)
 
 
-def _probe_batch(data: Dataset, objective: Objective) -> tuple[Inputs, Tensor]:
+def _probe_batch(data: Dataset, objective: Objective) -> tuple[Inputs, Targets]:
     """Return inputs and targets that show whether clients can share a batch."""
     chosen = probe_samples(data.x)
-    return data.inputs(chosen, objective.dtype), data.y[chosen]
+    return data.inputs(chosen, objective.dtype), take(data.y, chosen)

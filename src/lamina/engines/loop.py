@@ -7,6 +7,7 @@ and gradients are flat vectors [p]. The words of this file:
                 `begin`, `step`, `finish` and `update`
     down, up    what the server broadcasts and what a client uploads: records of tensors that the algorithm defines
     client      the record that a client keeps from one of its rounds to the next
+    kept        the same, and the private parts of the client's model, if there are any (personal.py)
     local       the state of local training; `local.y` is the local model
     objective   the module and the loss as a function of a flat vector; `objective.layers` knows where each layer lies
     buffers     the module's tensors that are not trained, such as BatchNorm statistics, by name
@@ -31,10 +32,11 @@ from lamina.algorithms.primitives import clip_by_norm
 from lamina.base import rng
 from lamina.base.finite import all_finite
 from lamina.data.dataset import Dataset
-from lamina.data.feed import training_inputs
+from lamina.data.feed import as_augmentation, training_inputs
 from lamina.engines.divergence import StepCheck, diverged_upload
+from lamina.engines.personal import first_record, keep, personal_model, see, unpack
 from lamina.engines.state import RoundReport, RoundSums, State, client_weights, close_round, copy_buffers
-from lamina.objective.batch import Inputs, map_batch
+from lamina.objective.batch import Inputs, Targets, take
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.aggregation import combine_vectors
 from lamina.rounds.plan import RoundPlan
@@ -50,7 +52,7 @@ class StepBatch(NamedTuple):
     """The samples of one local step, and its randomness: every gradient of the step has the same dropout masks."""
 
     inputs: Inputs
-    targets: Tensor
+    targets: Targets
     stream: Tensor  # the key of lamina's own dropout masks [1], the same in all engines
     seed: int  # of torch's generators, for a module that draws random numbers itself
 
@@ -69,42 +71,56 @@ class Loop:
 
     def run_round(self, state: State, plan: RoundPlan) -> tuple[State, RoundReport]:
         """Run one round: broadcast, local training of every active client, mean, server update."""
-        algorithm, layers, x = self.algorithm, self.objective.layers, state.server.x
+        algorithm, objective = self.algorithm, self.objective
+        layers = objective.layers
         needs = algorithm.needs(plan.number)  # what it asks for besides mini-batch gradients
         weights = client_weights(plan, self.protocol.by_examples)  # of the cohort in the mean; their sum is 1
+
+        records = [
+            state.clients[i] if i in state.clients else first_record(algorithm, objective, state.server.x)
+            for i in plan.cohort.tolist()
+        ]
+        # the model that every client sees: the server's, with the private parts of its own
+        seen = [personal_model(objective, state.server.x, state.buffers, record) for record in records]
 
         # Mime: grad F_i(x) over all of a client's data, for `finish`, and its mean over the cohort, for `broadcast`
         full_gradients: list[Any] = [None] * len(plan.cohort)
         if needs.full_gradient or needs.control_variate:
-            full_gradients = [self.full_gradient(x, state.buffers, plan, c) for c in range(len(plan.cohort))]
-        mean_gradient = (
-            combine_vectors(self.protocol.aggregation, full_gradients, weights) if needs.control_variate else None
-        )
+            full_gradients = [self.full_gradient(*seen[c], plan, c) for c in range(len(plan.cohort))]
+        mean_gradient = None
+        if needs.control_variate:
+            shared = [objective.shared_part(gradient) for gradient in full_gradients]
+            mean_gradient = combine_vectors(self.protocol.aggregation, shared, weights)
 
-        server_info = ServerInfo(plan.number, plan.lr, layers, plan.participation, mean_gradient=mean_gradient)
+        server_info = ServerInfo(
+            plan.number, plan.lr, objective.shared_layers, plan.participation, mean_gradient=mean_gradient
+        )
         down = algorithm.broadcast(state.server, server_info)
 
         sums, clients = RoundSums(weights=weights, aggregation=self.protocol.aggregation), dict(state.clients)
         for c, client_id in enumerate(plan.cohort.tolist()):
             full_gradient = full_gradients[c] if needs.full_gradient else None
             info = ClientInfo(plan.number, plan.lr, layers, float(plan.steps[c]), full_gradient)
-            client = clients[client_id] if client_id in clients else algorithm.client_init(x, layers)
-            buffers = copy_buffers(state.buffers)  # local training updates the copy
+            kept, own_gradient = unpack(objective, records[c]), full_gradients[c] if needs.control_variate else None
+            own_down = see(algorithm, objective, down, kept, info, own_gradient)
+            buffers = copy_buffers(seen[c][1])  # local training updates the copy
 
-            local, losses = self.train_client(down, client, buffers, info, plan, c)
-            up, clients[client_id] = algorithm.finish(local, down, client, info)
+            local, losses = self.train_client(own_down, kept.client, buffers, info, plan, c)
+            up, client = algorithm.finish(local, own_down, kept.client, info)
+            sent, clients[client_id] = keep(algorithm, objective, kept, (local, up, client), buffers, info)
 
             if not all_finite(losses, *up, *clients[client_id]):
-                self.explain(down, client, state.buffers, info, plan, c, up)  # raises Diverged
+                self.explain(own_down, kept.client, seen[c][1], info, plan, c, up)  # raises Diverged
             # the mean of the uploads; the figures are for `update` and the report of the round
             loss, steps, by_examples = float(losses.mean()), float(plan.steps[c]), self.protocol.by_examples
-            sums.add_client(c, algorithm, up, buffers, loss=loss, steps=steps, by_examples=by_examples)
+            buffers = objective.shared_buffers(buffers)
+            sums.add_client(c, algorithm, sent, buffers, loss=loss, steps=steps, by_examples=by_examples)
             if self.record_trust_ratios:
                 sums.add_trust(algorithm.trust_ratios(local), weights[c])
 
         # the last line of the papers' pseudo-code: `close_round` combines the uploads, calls
         # `algorithm.update(state.server, mean of the uploads, ...)` and writes the report of the round
-        return close_round(algorithm, layers, state, plan, down, sums, clients)
+        return close_round(algorithm, objective, state, plan, down, sums, clients)
 
     def train_client(
         self,
@@ -164,12 +180,12 @@ class Loop:
         """Gather, augment and normalise the batch of the c-th active client's step k."""
         data, device = self.data, self.objective.device
         index = torch.from_numpy(plan.batch(c, k)).to(device)
-        x = map_batch(lambda values: values[index], data.x)
-        augmentation = self.protocol.augmentation
+        x = take(data.x, index)
+        augmentation = as_augmentation(self.protocol.augmentation)
         keys = None if augmentation is None else torch.from_numpy(plan.augment_keys(c, k)).to(device)
         inputs = training_inputs(x, keys, augmentation, data.mean, data.std, self.objective.dtype)
         stream = torch.from_numpy(plan.dropout_stream(c, k)).to(device)
-        return StepBatch(inputs, data.y[index], stream, rng.torch_seed(int(plan.streams[c]), "dropout", k))
+        return StepBatch(inputs, take(data.y, index), stream, rng.torch_seed(int(plan.streams[c]), "dropout", k))
 
     def full_gradient(self, x: Tensor, buffers: Buffers, plan: RoundPlan, c: int) -> Tensor:
         """Return the gradient over all data of the c-th active client, with fixed BatchNorm statistics."""
@@ -178,7 +194,7 @@ class Loop:
         for part in torch.split(index, FIXED_CHUNK if self.objective.evaluates_by_batch else FULL_GRADIENT_CHUNK):
             inputs = data.inputs(part, self.objective.dtype)
             with rng.forked(x.device, seed=0):  # for a module that draws random numbers even when it is evaluated
-                grad, _ = self.objective.gradient(x, buffers, inputs, data.y[part], train=False)
+                grad, _ = self.objective.gradient(x, buffers, inputs, take(data.y, part), train=False)
             total = total + grad * (len(part) / len(index))
         return total
 

@@ -41,6 +41,14 @@ class Ranks(NamedTuple):
             dist.all_reduce(vector)
         return vector
 
+    def gather(self, by_client: dict[int, Any]) -> dict[int, Any]:
+        """Return the entries of all ranks, each of which has those of its own clients."""
+        if self.world == 1:
+            return by_client
+        everyones: list[Any] = [None] * self.world
+        dist.all_gather_object(everyones, by_client)
+        return {client: value for theirs in everyones for client, value in theirs.items()}
+
     def combine(self, sums: list[RoundSums], layouts: list[tuple[Any, Tensor]], failed: dict[int, Diverged]) -> None:
         """Add up every member's sums over the ranks in one all-reduce, and their spreads in a second, tiny one.
 

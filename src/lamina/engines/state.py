@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, ServerInfo
 from lamina.engines.divergence import diverged
-from lamina.objective.layers import Layers
 from lamina.objective.objective import Buffers, Objective, buffer_bytes
 from lamina.rounds.aggregation import MEAN, Aggregation, Mean, combine_uploads
 from lamina.rounds.ledger import Ledger
@@ -23,15 +22,16 @@ class State:
     """Everything that carries over from one round to the next."""
 
     round: int  # rounds finished
-    server: Any  # the algorithm's Server record
-    buffers: Buffers  # the model's buffers (BatchNorm statistics)
-    clients: dict[int, Any]  # Client records of the clients that have taken part
+    server: Any  # the algorithm's Server record, of the shared parameters
+    buffers: Buffers  # the model's buffers (BatchNorm statistics); private ones stay as they were
+    clients: dict[int, Any]  # what the clients that have taken part keep, see personal.py
     ledger: Ledger
 
     @classmethod
     def start(cls, algorithm: Algorithm, objective: Objective, clients: int) -> State:
         """Return the state before round 1."""
-        return cls(0, algorithm.init(objective.start, objective.layers), dict(objective.buffers), {}, Ledger(clients))
+        server = algorithm.init(objective.shared_start, objective.shared_layers)
+        return cls(0, server, dict(objective.buffers), {}, Ledger(clients))
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,11 @@ class ServerStep(NamedTuple):
     measured: Tensor  # ||x+ - x||, ||mean delta_i - (x+ - x)||^2, and whether x+ is finite; float64
 
 
-def step_server(algorithm: Algorithm, layers: Layers, state: State, plan: RoundFacts, sums: RoundSums) -> ServerStep:
+def step_server(
+    algorithm: Algorithm, objective: Objective, state: State, plan: RoundFacts, sums: RoundSums
+) -> ServerStep:
     """Take the server's step on the means, without waiting for a GPU."""
+    layers = objective.shared_layers
     info = ServerInfo(plan.number, plan.lr, layers, plan.participation, mean_steps=sums.steps)
     up, buffers = sums.combined(algorithm)
     server = algorithm.update(state.server, up, info)
@@ -153,7 +156,7 @@ def step_server(algorithm: Algorithm, layers: Layers, state: State, plan: RoundF
 
 def close_round(
     algorithm: Algorithm,
-    layers: Layers,
+    objective: Objective,
     state: State,
     plan: RoundFacts,
     down: Any,
@@ -161,12 +164,12 @@ def close_round(
     clients: dict[int, Any],
 ) -> tuple[State, RoundReport]:
     """Return the state after the server's step and the round's report. All engines end a round here."""
-    step = step_server(algorithm, layers, state, plan, sums) if sums.server_step is None else sums.server_step
+    step = step_server(algorithm, objective, state, plan, sums) if sums.server_step is None else sums.server_step
     update_norm, gap, finite = step.measured.tolist()
     if not finite:
-        raise diverged(layers, step.server.x, plan.number, plan.lr, client=None)
-    extra = buffer_bytes(state.buffers)  # BatchNorm statistics travel with the model
-    names = [name or "model" for name in layers.group_names(algorithm.grouping)]
+        raise diverged(objective.shared_layers, step.server.x, plan.number, plan.lr, client=None)
+    extra = buffer_bytes(objective.shared_buffers(state.buffers))  # BatchNorm statistics travel with the model
+    names = [name or "model" for name in objective.layers.group_names(algorithm.grouping)]
     report = RoundReport(
         train_loss=sums.loss,
         consistency=sums.spread + gap,  # mean_i ||delta_i - m||^2 = mean_i ||delta_i - D||^2 + ||D - m||^2, m = x+ - x

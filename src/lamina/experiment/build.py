@@ -96,13 +96,14 @@ def settings_of(experiment: Experiment) -> TrainArguments:
         name: getattr(train, name) for name in type(train).model_fields if name in TrainSettings.__dataclass_fields__
     }
     augment_options = {each.name: getattr(data, f"augment_{each.name}") for each in dataclasses.fields(Augment)}
+    augment = Augment(**augment_options)
     own = {
         "batch_size": None if train.batch_size == "full" else train.batch_size,
         "epochs": train.epochs if train.local_steps is None else None,
         "schedule": objects.get("schedule") or build_schedule(experiment),
         "aggregation": objects.get("aggregation")
         or aggregation.make(train.aggregation.name, **train.aggregation.options()),
-        "augmentation": Augment(**augment_options) if data.augment else None,
+        "augmentation": data.augment if isinstance(data.augment, str) else augment if data.augment else None,
     }
     return cast(TrainArguments, same | own | dict(objects))
 

@@ -101,6 +101,7 @@ else:
         "schedule": (Annotated[Named, default_name("train", "schedule")], Named(name="constant")),
         "aggregation": (Annotated[Named, default_name("train", "aggregation")], Named(name="mean")),
         "loss": (Annotated[str, AfterValidator(_loss)], "cross_entropy"),
+        "private": (list[str] | None, None),
         "seed": (Annotated[int, Field(ge=LEAST_SEED, le=MOST_SEED)], 0),
     }
     Train = create_model("Train", __base__=_Train, __doc__="The `[train]` section.", **_fields)

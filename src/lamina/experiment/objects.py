@@ -70,6 +70,8 @@ class Objects:
             config["data"]["partition"]["values"] = value_digest(self.partition)
         if "loss" in self.settings:
             config["train"]["loss"] = function_name(self.settings["loss"])
+        if "augmentation" in self.settings:
+            config["data"]["augment"] = function_name(self.settings["augmentation"])
 
     def _model_digest(self, simulation: Training, options: Mapping[str, Any]) -> str:
         """Return a digest of the layers and the initial weights; of a function, of the weights for one fixed seed."""

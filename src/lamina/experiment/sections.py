@@ -14,6 +14,7 @@ from lamina.base.registry import field_values
 from lamina.data.feed import Augment, Fill
 from lamina.data.readers import sources
 from lamina.data.readers.own import FORMATS
+from lamina.rounds.settings import own_name
 
 # The tables that name something, with the default name; their other keys are the options of the thing they name.
 DEFAULT_NAMES = {
@@ -33,6 +34,12 @@ def _heldout_clients(value: Any) -> Any:
         return value
     options = "a list of clients' numbers ([3, 7]) or of values of the client column in quotes"
     raise PydanticCustomError("heldout_clients", f"must be a fraction above 0 and below 1, or {options}")
+
+
+def _augment(value: Any) -> Any:
+    if isinstance(value, bool) or (isinstance(value, str) and ":" in value):
+        return value
+    raise PydanticCustomError("augment", 'must be true, false, or a function of yours, "module:function"')
 
 
 HeldoutClients = Annotated[float | list[int] | list[str], PlainValidator(_heldout_clients)]
@@ -74,7 +81,7 @@ class Data(Named):
     clients: Annotated[int, Field(ge=1, le=MOST_CLIENTS)] | None = None
     client: str | None = None  # the column of natural clients, which are the partition unless another is given
     partition: Annotated[Named, default_name("data", "partition")] = Named(name="iid")
-    augment: bool = False
+    augment: Annotated[bool | str, PlainValidator(_augment)] = False  # a function of the user's, by name
     augment_pad: Annotated[int, Field(ge=0)] = 4
     augment_flip: bool = True
     augment_crop_probability: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -105,15 +112,18 @@ class Data(Named):
     @model_validator(mode="after")
     def _augment_is_set(self) -> Data:
         unused = sorted({key for key in type(self).model_fields if key.startswith("augment_")} & self.model_fields_set)
-        if unused and "augment" not in self.model_fields_set:  # augment = false says that they do not act
+        is_set = "augment" in self.model_fields_set and not isinstance(self.augment, str)
+        if unused and not is_set:  # augment = false says that they do not act
             raise PydanticCustomError(
                 "unused", "{keys} needs augment = true: add it, or take {keys} out", {"keys": " and ".join(unused)}
             )
         return self
 
 
-def augment_keys(augmentation: Augment | None) -> dict[str, Any]:
+def augment_keys(augmentation: Any) -> dict[str, Any]:
     """Return the keys of `[data]` that stand for an augmentation; none without one."""
     if augmentation is None:
         return {}
+    if not isinstance(augmentation, Augment):
+        return {"augment": own_name(augmentation)}
     return {"augment": True} | {f"augment_{name}": value for name, value in field_values(augmentation).items()}

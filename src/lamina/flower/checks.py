@@ -18,8 +18,8 @@ from lamina.base.errors import BadInput, is_number, is_whole
 from lamina.base.finite import all_finite
 from lamina.flower.wire import Unreadable, decode, entries_of, shorten, wire_bytes
 from lamina.objective.objective import Buffers
-from lamina.training.evaluation import mean_name, weight_name
-from lamina.training.metrics import ACCURACY, LOSS, METRICS, Metric
+from lamina.training.evaluation import weight_name
+from lamina.training.metrics import ACCURACY, LOSS, METRICS, PERPLEXITY, Metric
 
 SLACK = 16 * 1024  # bytes of names and numbers a reply may have beside its tensors
 LARGEST_LOSS = 1e30  # so that no mean of losses overflows
@@ -141,7 +141,7 @@ def read_evaluation(
     if most is not None and examples > most:
         raise Refused(f"says it evaluates on {examples} examples, and said it trains on {most}")
     _check_loss(figures.get("loss"), "evaluation")
-    wanted = {mean_name(metric): metric for metric in metrics if mean_name(metric) != "loss"}
+    wanted = {metric.name: metric for metric in metrics if metric is not LOSS}
     for name, metric in wanted.items():
         value = figures.get(name)
         smallest, largest = 0.0 if metric.name in METRICS else -LARGEST_LOSS, 1.0 if metric.percent else LARGEST_LOSS
@@ -151,7 +151,10 @@ def read_evaluation(
     for metric in (LOSS, *wanted.values()):
         key = weight_name(metric)
         weight = means[key] = figures.get(key, 1.0)
-        if not (isinstance(weight, float) and 0 < weight <= (LARGEST_LOSS if metric.percent else 1.0)):
+        if not (
+            isinstance(weight, float)
+            and 0 < weight <= (LARGEST_LOSS if metric.percent or metric is PERPLEXITY else 1.0)
+        ):
             raise Refused(f"its {key} is {_quote(weight)}")
     return NodeMetrics(means, examples)
 

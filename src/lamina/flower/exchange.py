@@ -18,13 +18,15 @@ from lamina.flower.records import Attendance, Memory
 from lamina.flower.roster import Roster
 from lamina.flower.setup import Setup
 from lamina.flower.wire import Task
+from lamina.objective.objective import Objective
 
 
 class Exchange:
     """Sends tasks to the clients of a round, and returns the sound answers."""
 
-    def __init__(self, setup: Setup, app: str, mail: Mail, roster: Roster, memory: Memory) -> None:
-        self.setup, self.app, self.mail, self.roster, self.memory = setup, app, mail, roster, memory
+    def __init__(self, setup: Setup, objective: Objective, mail: Mail, roster: Roster, memory: Memory) -> None:
+        self.setup, self.objective, self.mail, self.roster, self.memory = setup, objective, mail, roster, memory
+        self.app = wire.fingerprint(setup.algorithm, objective)
         self._tokens: dict[tuple[str, int], str] = {}  # of the last task, by type of message and client
 
     def accept(self, clients: Iterable[int]) -> None:
@@ -60,7 +62,7 @@ class Exchange:
                 {name: array for name, array in arrays.items() if name not in held},
                 record.round,
                 client,
-                base="" if is_new else memory.base.get(client, ""),
+                **({"base": ""} if is_new else {}),
                 keep=[tokens[client] for tokens in (memory.base, memory.older) if client in tokens],
                 held=held,
                 held_digests=[digests[name] for name in held],
@@ -169,6 +171,7 @@ class Exchange:
         """Return a message of round `number`; `more` are the entries of its task for a client that trains."""
         plan, memory = self.setup.plan, self.memory
         memory.last_task += 1
+        more = {"base": memory.base.get(client, ""), "keep": [], "held": [], "held_digests": [], "gradient": ""} | more
         task = Task(
             run=memory.run,
             token=secrets.token_hex(8),
@@ -179,7 +182,8 @@ class Exchange:
             clients=plan.clients.count,
             participation=len(plan.cohort(number)) / plan.clients.count,
             settings=json.dumps(plan.protocol.local_record(number)),
-            **({"base": "", "keep": [], "held": [], "held_digests": [], "gradient": ""} | more),
+            **more,
         )
-        buffers = {name: wire.encode(value) for name, value in wire.floating(state.buffers).items()}
+        shared = self.objective.shared_buffers(state.buffers)
+        buffers = {name: wire.encode(value) for name, value in wire.floating(shared).items()}
         return wire.content_of({"down": down, "buffers": buffers, "task": task.model_dump()})

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from lamina.algorithms.contract import ClientInfo, trial_step
-from lamina.engines.state import State
 from lamina.flower import wire
 from lamina.flower.checks import Expected, NodeMetrics, Update, norm
 from lamina.flower.records import Attendance, Memory
 from lamina.flower.setup import Setup
+from lamina.objective.objective import Buffers
 from lamina.training.evaluation import WEIGHT
 
 FEWEST_FOR_A_MEDIAN = 3  # answers
@@ -36,14 +36,14 @@ class Judge:
     def __init__(self, setup: Setup, memory: Memory) -> None:
         self.memory, self.algorithm, self.protocol, self.limits = memory, setup.algorithm, setup.protocol, setup.limits
 
-    def expect(self, state: State, down: Any, info: ClientInfo) -> Expected:
+    def expect(self, buffers: Buffers, down: Any, info: ClientInfo) -> Expected:
         """Return what a sound update looks like: the fields an engine would get from one local step."""
         client = self.algorithm.client_init(down.x, info.layers)
         start = self.algorithm.begin(down, client, info)
         local = trial_step(self.algorithm, start, down, torch.zeros_like(down.x), info)
         return Expected(
             self.algorithm.finish(local, down, client, info)[0],
-            wire.floating(state.buffers),
+            wire.floating(buffers),
             lambda examples: int(self.protocol.steps(np.array([examples]))[0]),
             self.limits,
             self.algorithm.non_negative,

@@ -21,6 +21,8 @@ from lamina.base.text import printable
 from lamina.data.dataset import Dataset
 from lamina.engines.divergence import diverged
 from lamina.engines.loop import Loop
+from lamina.engines.personal import first_record, keep, personal_model, see, unpack
+from lamina.engines.state import copy_buffers
 from lamina.experiment.build import THREADED_FROM
 from lamina.flower import signing, wire
 from lamina.flower.setup import Setup
@@ -29,8 +31,10 @@ from lamina.flower.wire import Task
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan, RoundPlan
+from lamina.rounds.settings import TrainSettings, is_own_augmentation, own_name
 from lamina.training.evaluation import sample_means
 from lamina.training.preflight import check_evaluation, check_training
+from lamina.training.preflight.inputs import check_augmentation
 
 log = logging.getLogger(__name__)
 MAX_SAMPLES_PER_ROUND = 10**8  # that a task may have a node train on
@@ -87,48 +91,61 @@ class Node(ClientApp):
     def send_update(self, content: RecordDict, context: Context) -> RecordDict:
         """Train locally for one round; the client's new state is on disk before the update is sent."""
         task, store, data = self._begin(content, context)
-        down, buffers, client = self._given(content, task, store)
-        loop, plan = Loop(self.algorithm, self.objective, data, task.protocol), self._plan(task, data)
+        objective, sent_down, record = self.objective, *self._given(content, task, store)
+        loop, plan = Loop(self.algorithm, objective, data, self._protocol(task)), self._plan(task, data)
         needs = self.algorithm.needs(task.round)
-        info = ClientInfo(task.round, task.protocol.lr, self.objective.layers, steps=float(plan.steps[0]))
+        info = ClientInfo(task.round, task.protocol.lr, objective.layers, steps=float(plan.steps[0]))
+        kept = unpack(objective, record)
+        x, start_buffers = personal_model(objective, sent_down.x, self._buffers(content), record)
+        gradient, is_own = None, needs.control_variate and kept.server is not None
+        if needs.full_gradient or is_own:
+            held = store.load_held("own-gradient", task.gradient) if task.gradient else None
+            gradient = loop.full_gradient(x, start_buffers, plan, 0) if held is None else held.to(x.device)
         if needs.full_gradient:
-            sent = store.load_held("own-gradient", task.gradient) if task.gradient else None
-            info = info._replace(
-                full_gradient=loop.full_gradient(down.x, buffers, plan, 0) if sent is None else sent.to(down.x.device)
-            )
-        local, losses = loop.train_client(down, client, buffers, info, plan, 0)
-        up, new_client = self.algorithm.finish(local, down, client, info)
-        if not all_finite(losses, *up, *new_client):
-            loop.explain(down, client, self._buffers(content), info, plan, 0, up)  # raises Diverged
-        store.save_state(task.round, task.token, new_client)
+            info = info._replace(full_gradient=gradient)
+        buffers = copy_buffers(start_buffers)
+        down = see(self.algorithm, objective, sent_down, kept, info, gradient if is_own else None)
+        local, losses = loop.train_client(down, kept.client, buffers, info, plan, 0)
+        whole_up, client = self.algorithm.finish(local, down, kept.client, info)
+        up, new_record = keep(self.algorithm, objective, kept, (local, whole_up, client), buffers, info)
+        if not all_finite(losses, *whole_up, *new_record):
+            loop.explain(down, kept.client, start_buffers, info, plan, 0, whole_up)  # raises Diverged
+        store.save_state(task.round, task.token, new_record)
         store.forget_all_but([task.token, task.base, *task.keep])
         figures = {"examples": len(data), "steps": int(plan.steps[0]), "loss": float(losses.mean())}
-        moved = {name: wire.encode(value) for name, value in wire.floating(buffers).items()}
+        moved = {name: wire.encode(value) for name, value in self._sent_buffers(buffers).items()}
         return wire.content_of({"up": wire.pack(up), "buffers": moved, "figures": figures})
 
     def send_gradient(self, content: RecordDict, context: Context) -> RecordDict:
         """Return the gradient over all local data at x (Mime's first exchange); keep both for the second exchange."""
         task, store, data = self._begin(content, context)
-        x, buffers = self._model(content), self._buffers(content)
-        loop = Loop(self.algorithm, self.objective, data, task.protocol)
+        sent_x = self._sent_model(content)
+        record = self._record(sent_x, task, store)
+        x, buffers = personal_model(self.objective, sent_x, self._buffers(content), record)
+        loop = Loop(self.algorithm, self.objective, data, self._protocol(task))
         gradient = loop.full_gradient(x, buffers, self._plan(task, data), 0)
         if not all_finite(gradient):
             raise diverged(
                 self.objective.layers, gradient, task.round, task.protocol.lr, task.client, " (full gradient)"
             )
-        store.save_held("x", wire.digest(x), x)
+        store.save_held("x", wire.digest(sent_x), sent_x)
         store.save_held("own-gradient", task.token, gradient)
-        return wire.content_of({"up": {"gradient": wire.encode(gradient)}, "figures": {"examples": len(data)}})
+        up = {"gradient": wire.encode(self.objective.shared_part(gradient))}
+        return wire.content_of({"up": up, "figures": {"examples": len(data)}})
 
     def send_evaluation(self, content: RecordDict, context: Context) -> RecordDict:
-        """Evaluate the server's model on this node's data."""
-        self._accept(content, context)
+        """Evaluate the server's model, with this node's private parts, on its data."""
+        task, store = self._accept(content, context)
         data = self.setup.dataset(self.setup.data(context), self.objective)
         if self.setup.node_test is not None:
             data = self.setup.dataset(self.setup.node_test(context), self.objective, data)
         metrics = self.setup.node_metrics
         check_evaluation(self.objective, data, metrics)
-        figures = sample_means(self.objective, self._model(content), self._buffers(content), data, metrics)
+        sent_x = self._sent_model(content)
+        record = self._record(sent_x, task, store)
+        x, buffers = personal_model(self.objective, sent_x, self._buffers(content), record)
+        x = self.algorithm.client_model(x, unpack(self.objective, record).client)
+        figures = sample_means(self.objective, x, buffers, data, metrics)
         return wire.content_of({"figures": {"examples": len(data), **figures}})
 
     @functools.cached_property
@@ -143,8 +160,21 @@ class Node(ClientApp):
         task, store = self._accept(content, context)
         self.objective.refuse_rate(task.protocol.lr)
         data = self.setup.dataset(self.setup.data(context), self.objective)
-        check_training(self.objective, data, min(task.protocol.batch_size or len(data), len(data)))
+        dry_run = check_training(self.objective, data, min(task.protocol.batch_size or len(data), len(data)))
+        check_augmentation(dry_run, self._protocol(task).augmentation)
         return task, store, data
+
+    def _protocol(self, task: Task) -> TrainSettings:
+        """Return the settings of a task; the server can only name the augmentation that this node's own app has."""
+        named, own = task.protocol.augmentation, self.setup.protocol.augmentation
+        if not isinstance(named, str):
+            return task.protocol
+        if not is_own_augmentation(own) or own_name(own) != named:
+            raise BadInput(
+                "the server's augmentation is a function that this node's app does not have: run the same app on both "
+                "sides"
+            )
+        return dataclasses.replace(task.protocol, augmentation=own)
 
     def _accept(self, content: RecordDict, context: Context) -> tuple[Task, Store]:
         """Return the task in a message and the client's store; refuse a task for another node, or a replay."""
@@ -165,9 +195,9 @@ class Node(ClientApp):
         store.refuse_replay(task.number)
         return task, store
 
-    def _given(self, content: RecordDict, task: Task, store: Store) -> tuple[Any, Buffers, Any]:
-        """Return the round's Down, from the message and from disk; the buffers; and the client's state at its base."""
-        start, layers, algorithm = self.objective.start, self.objective.layers, self.algorithm
+    def _given(self, content: RecordDict, task: Task, store: Store) -> tuple[Any, Any]:
+        """Return the round's Down, from the message and from disk, and what the client kept at its base."""
+        start, layers, algorithm = self.objective.shared_start, self.objective.shared_layers, self.algorithm
         mean_gradient = start if algorithm.needs(task.round).control_variate else None
         like_down = algorithm.broadcast(
             algorithm.init(start, layers), ServerInfo(task.round, task.protocol.lr, layers, mean_gradient=mean_gradient)
@@ -183,27 +213,37 @@ class Node(ClientApp):
         digests = dict(zip(task.held, task.held_digests, strict=True))
         held: dict[str, Any] = {n: store.load_held(n, digest) for n, digest in digests.items() if n not in sent}
         missing = [name for name, value in held.items() if value is None]
-        client, like = None, algorithm.client_init(start, layers)
+        record, like = None, first_record(algorithm, self.objective, start)
         if task.base and any(value is not None for value in like):
-            client = store.load_state(task.base, like)
-            missing += ["state"] if client is None else []
+            record = store.load_state(task.base, like)
+            missing += ["state"] if record is None else []
         if missing:
             raise Missing(missing)
         for name in algorithm.down_versions(task.round):  # kept from now on, and not sent again
             if name in sent:
                 store.save_held(name, wire.digest(sent[name]), sent[name])
         down = like_down._replace(**sent, **{name: value.to(start.device) for name, value in held.items()})
-        return down, self._buffers(content), algorithm.client_init(down.x, layers) if client is None else client
+        return down, first_record(algorithm, self.objective, down.x) if record is None else record
 
-    def _model(self, content: RecordDict) -> Tensor:
+    def _sent_model(self, content: RecordDict) -> Tensor:
         """Return the server's model from a message."""
-        return _decode("x", wire.entries_of(content, "down", ArrayRecord).get("x"), self.objective.start)
+        return _decode("x", wire.entries_of(content, "down", ArrayRecord).get("x"), self.objective.shared_start)
+
+    def _record(self, x: Tensor, task: Task, store: Store) -> Any:
+        """Return what the client kept at the task's base; its first record if that is lost."""
+        like = first_record(self.algorithm, self.objective, x)
+        kept = store.load_state(task.base, like) if task.base else None
+        return like if kept is None else kept
+
+    def _sent_buffers(self, buffers: Buffers) -> Buffers:
+        """Return the buffers that are sent: floating ones that are not private."""
+        return wire.floating(self.objective.shared_buffers(buffers))
 
     def _buffers(self, content: RecordDict) -> Buffers:
         """Return buffers to train with: the server's floating ones, and this node's others."""
         buffers = {name: value.clone() for name, value in self.objective.buffers.items()}
         arrays = wire.entries_of(content, "buffers", ArrayRecord)
-        sent = {name: _decode(name, arrays.get(name), value) for name, value in wire.floating(buffers).items()}
+        sent = {name: _decode(name, arrays.get(name), value) for name, value in self._sent_buffers(buffers).items()}
         return buffers | sent
 
     def _plan(self, task: Task, data: Dataset) -> RoundPlan:

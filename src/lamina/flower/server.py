@@ -19,7 +19,6 @@ from lamina.base.errors import Diverged, LaminaError
 from lamina.engines.divergence import went_nonfinite
 from lamina.engines.state import RoundReport, RoundSums, State, client_weights, close_round
 from lamina.experiment.runs.folder import RunFolder
-from lamina.flower import wire
 from lamina.flower.checks import Update
 from lamina.flower.exchange import Exchange
 from lamina.flower.judge import Judge
@@ -66,8 +65,7 @@ class Server:
         memory = Memory(run=secrets.token_hex(16))
         self.judge = Judge(setup, memory)
         self.mail, self.roster = mail, Roster(setup, mail.grid, nodes)
-        app = wire.fingerprint(self.algorithm, self.objective)
-        self.exchange = Exchange(setup, app, self.mail, self.roster, memory)
+        self.exchange = Exchange(setup, self.objective, self.mail, self.roster, memory)
         self._warned: dict[str, int] = {}  # by line: the last round with this warning
 
     # --- the run ----------------------------------------------------------------------------------------------------
@@ -163,7 +161,7 @@ class Server:
         clients = self.roster.call(cohort, needed, record)
         number = record.round
         needs = self.algorithm.needs(number)
-        layers, rate = self.objective.layers, self.protocol.rate(number)
+        layers, rate = self.objective.shared_layers, self.protocol.rate(number)
         info = ServerInfo(number, rate, layers, participation=len(cohort) / self.plan.clients.count)
         gradients: dict[int, Update] = {}
         if needs.control_variate:
@@ -177,7 +175,8 @@ class Server:
             info = info._replace(mean_gradient=combine_vectors(self.protocol.aggregation, vectors, weights))
         down = self.algorithm.broadcast(self.state.server, info)
         example = self.state.server.x if needs.full_gradient else None
-        expected = self.judge.expect(self.state, down, ClientInfo(number, rate, layers, full_gradient=example))
+        buffers = self.objective.shared_buffers(self.state.buffers)
+        expected = self.judge.expect(buffers, down, ClientInfo(number, rate, layers, full_gradient=example))
         updates = self.exchange.updates(self.state, clients, record, down, expected, gradients)
         self.judge.remove_odd_updates(updates, record)
         return down, updates
@@ -208,8 +207,8 @@ class Server:
         for c, one in enumerate(updates.values()):
             loss, steps = one.loss, one.steps
             sums.add_client(c, self.algorithm, one.up, one.buffers, loss=loss, steps=steps, by_examples=by_examples)
-        layers, clients = self.objective.layers, self.state.clients
-        self.state, report = close_round(self.algorithm, layers, self.state, facts, down, sums, clients)
+        state = self.state
+        self.state, report = close_round(self.algorithm, self.objective, state, facts, down, sums, state.clients)
         self.exchange.accept(updates)
         self.judge.remember(updates)
         record.accept(updates)
@@ -233,7 +232,8 @@ class Server:
         """Return the new model's loss and metrics: on the server's test data, on the nodes, or both."""
         started = time.monotonic()
         metrics: dict[str, float] = {}
-        metrics |= self.evaluation.run(self.objective, self.state.server.x, self.state.buffers)
+        x = self.objective.whole(self.state.server.x)
+        metrics |= self.evaluation.run(self.objective, x, self.state.buffers)
         if self.setup.evaluate_on != "central":
             metrics |= self._evaluate_on_nodes(record)
         return metrics | {"evaluation_seconds": time.monotonic() - started} if metrics else {}
@@ -252,7 +252,7 @@ class Server:
         metrics: dict[str, float] = {"evaluating_nodes": len(results), "evaluation_bytes": self.mail.traffic.down}
         chosen = self.setup.node_metrics
         for metric in evaluation.with_loss((ACCURACY,) if chosen is None else chosen):
-            name, weight = evaluation.mean_name(metric), evaluation.weight_name(metric)
+            name, weight = metric.name, evaluation.weight_name(metric)
             nodes = [one for one in results.values() if name in one.figures]
             means = [(one.figures[name], one.examples * one.figures[weight]) for one in nodes]
             if means:

@@ -121,7 +121,9 @@ class Setup:
 
     def objective(self) -> Objective:
         """Build the model on the device of this process."""
-        objective = Objective(self.make_model().to(choose_device(self.device)), self.protocol.loss)
+        objective = Objective(
+            self.make_model().to(choose_device(self.device)), self.protocol.loss, self.protocol.private
+        )
         check_model(objective)
         if is_user_defined(self.algorithm):
             rehearse(self.algorithm, objective.layers, objective.device)

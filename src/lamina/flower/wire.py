@@ -209,6 +209,7 @@ def fingerprint(algorithm: Algorithm, objective: Objective) -> str:
         "dtype": str(objective.dtype),
         "layers": {name: list(shape) for name, shape in objective.layers.shapes.items()},
         "buffers": {name: list(b.shape) for name, b in objective.buffers.items()},
+        "private": [] if objective.private is None else objective.private.names,
         "fixed": {name: digest(value) for name, value in fixed.items()},
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -1,15 +1,14 @@
-"""A batch: the inputs of some samples as one tensor, a tuple of tensors or a dict of tensors, samples first."""
+"""A batch: the inputs or targets of some samples as one tensor, a tuple or a dict of tensors, samples first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from lamina.base.errors import BadInput
-
 Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+Targets = Inputs
 
 
 def map_batch(function: Callable[[Tensor], Any], batch: Inputs) -> Any:
@@ -24,6 +23,11 @@ def map_batch(function: Callable[[Tensor], Any], batch: Inputs) -> Any:
     return tuple(map(function, batch)) if isinstance(batch, tuple) else function(batch)
 
 
+def take(batch: Inputs, rows: Any) -> Any:
+    """Return some samples of a batch; `rows` is whatever indexes a tensor."""
+    return map_batch(lambda values: values[rows], batch)
+
+
 def tensors(batch: Inputs) -> list[Tensor]:
     """Return the tensors of a batch."""
     if isinstance(batch, dict):
@@ -31,7 +35,7 @@ def tensors(batch: Inputs) -> list[Tensor]:
     return list(batch) if isinstance(batch, tuple) else [batch]
 
 
-def named_tensors(batch: Inputs) -> dict[str, Tensor]:
+def named_tensors(batch: Inputs, name: str = "x") -> dict[str, Tensor]:
     """Return the tensors of a batch by what messages call them: x, x[0] or x['ids'].
 
     >>> import torch
@@ -39,9 +43,9 @@ def named_tensors(batch: Inputs) -> dict[str, Tensor]:
     ['x[0]', 'x[1]']
     """
     if not isinstance(batch, dict | tuple):
-        return {"x": batch}
+        return {name: batch}
     pairs = batch.items() if isinstance(batch, dict) else enumerate(batch)
-    return {f"x[{key!r}]": value for key, value in pairs}
+    return {f"{name}[{key!r}]": value for key, value in pairs}
 
 
 def arguments(batch: Inputs) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
@@ -57,25 +61,3 @@ def same_kind(one: Inputs, other: Inputs) -> bool:
         return False
     pairs = zip(tensors(one), tensors(other), strict=True)
     return all((a.shape[1:], a.dtype) == (b.shape[1:], b.dtype) for a, b in pairs)
-
-
-def outputs_of(result: Any) -> Tensor:
-    """Return the outputs in what a forward pass returns: a tensor, `.logits`, ["logits"], or a tuple's first element.
-
-    >>> import torch
-    >>> outputs_of((torch.zeros(2, 3), "hidden states")).shape
-    torch.Size([2, 3])
-    """
-    if isinstance(result, Tensor):
-        return result
-    outputs = getattr(result, "logits", None)
-    if outputs is None and isinstance(result, Mapping):
-        outputs = result.get("logits")
-    elif outputs is None and isinstance(result, tuple | list) and result:
-        outputs = result[0]
-    if not isinstance(outputs, Tensor):
-        raise BadInput(
-            f"the model returns a {type(result).__name__} without outputs: it must return a tensor, a tuple whose "
-            "first element is one, or an object or dict with 'logits'"
-        )
-    return outputs

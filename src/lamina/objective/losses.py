@@ -1,4 +1,4 @@
-"""Losses: functions of (outputs, targets) that return one loss per sample.
+"""Losses: functions of (outputs, targets) that return one loss per sample, or with `per_batch` one per batch.
 
 A loss averages over everything in a sample (pixels, tokens, labels), so that every sample counts the same, and returns
 a tensor of shape [n]. Engines average over the samples of a batch. Positions whose target is the integer `IGNORED` do
@@ -14,10 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from lamina.base.errors import BadInput, unknown
+from lamina.base.errors import BadInput, short_repr, unknown
 from lamina.base.registry import import_named, refuse_unknown_options
+from lamina.objective.batch import named_tensors, tensors
+from lamina.objective.outputs import main_element, outputs_of
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[
+    [Any, Any], Tensor
+]  # of all that the model returns, and of the targets; of a tensor each if it is named
 IGNORED = -100  # the target of a position that does not count, as in torch
 
 
@@ -147,6 +151,42 @@ class BinaryCrossEntropy(nn.Module):
         return _binary(outputs, targets, self.positive_weight)
 
 
+class PerBatch(nn.Module):
+    """A loss of a whole batch; see `per_batch`."""
+
+    def __init__(self, function: Callable[[Any, Any], Tensor]) -> None:
+        super().__init__()
+        if not callable(function):
+            raise BadInput(f"per_batch takes a function of (outputs, targets), not {short_repr(function)}")
+        self.function = function
+
+    def forward(self, outputs: Any, targets: Any) -> Tensor:
+        """Return the loss of the batch once for each of its samples, whose mean it is then."""
+        value, samples = self.function(outputs, targets), len(tensors(targets)[0])
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+            shape = list(value.shape) if isinstance(value, Tensor) else None
+            kind = f"a {type(value).__name__}" if shape is None else f"{value.dtype} values of shape {shape}"
+            hint = "; for one loss per sample, leave per_batch out" if shape == [samples] else ""
+            raise BadInput(f"a per_batch loss must return one number as a tensor with a gradient, not {kind}{hint}")
+        return value.reshape(1).expand(samples)
+
+
+def per_batch(function: Callable[[Any, Any], Tensor]) -> PerBatch:
+    """Return a loss of a whole batch, for contrastive losses, metric learning and penalties over samples.
+
+    The function gets the outputs and targets of one batch of one client, and returns one number. Use it as a decorator,
+    or wrap a loss: ``per_batch(nn.CrossEntropyLoss())``. Clients train one by one, in the loop or in captured steps. In
+    an evaluation, and in gradients over all data, the function gets at most 64 samples at a time.
+
+    >>> @per_batch
+    ... def spread(outputs, targets):
+    ...     return outputs.var()
+    >>> spread(torch.tensor([[0.0], [2.0]]), torch.zeros(2))
+    tensor([2., 2.])
+    """
+    return PerBatch(function)
+
+
 LOSSES: dict[str, Loss] = {
     "cross_entropy": cross_entropy,
     "token_cross_entropy": token_cross_entropy,
@@ -179,6 +219,29 @@ def as_loss(loss: str | Loss) -> Loss:
     return function
 
 
+def loss_name(loss: Loss) -> str:
+    """Return what messages call a loss."""
+    named = next((name for name, known in LOSSES.items() if known is loss), "")
+    return named or str(getattr(loss, "__name__", type(loss).__name__))
+
+
+def takes_tensors(loss: Loss) -> bool:
+    """Return whether a loss compares two tensors, as named losses and those of torch do; others get everything."""
+    return not is_user_defined(loss) or isinstance(loss, nn.modules.loss._Loss)
+
+
+def losses_of(loss: Loss, outputs: Any, targets: Any) -> Tensor:
+    """Return the loss of every sample [n], from what the model returns and the targets, which may be several."""
+    if not takes_tensors(loss):
+        return loss(outputs, targets)
+    if not isinstance(targets, Tensor):
+        raise BadInput(
+            f"{loss_name(loss)} takes one tensor of targets, and there are {len(targets)} "
+            f"({', '.join(named_tensors(targets, 'y'))}): give a loss that is a function of (outputs, targets)"
+        )
+    return loss(outputs_of(outputs), targets)
+
+
 def class_axis(loss: Loss) -> int | None:
     """Return the axis of the outputs that holds the classes; None for a loss that says nothing about it."""
     if isinstance(loss, CrossEntropy):
@@ -186,9 +249,9 @@ def class_axis(loss: Loss) -> int | None:
     return next((axis for known, axis in CLASS_AXES.items() if known is loss), None)
 
 
-def aligned(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return outputs and targets position by position: with `causal_lm`, outputs at t and the target at t + 1."""
-    return _next_tokens(outputs, targets) if loss is causal_lm else (outputs, targets)
+def aligned(loss: Loss, outputs: Any, targets: Any) -> tuple[Any, Any]:
+    """Return outputs and targets position by position: with `causal_lm`, logits at t and the target at t + 1."""
+    return _next_tokens(outputs_of(outputs), targets) if loss is causal_lm else (outputs, targets)
 
 
 def is_user_defined(loss: Loss) -> bool:
@@ -212,33 +275,43 @@ def is_binary(loss: Loss) -> bool:
     return loss is bce or isinstance(loss, BinaryCrossEntropy)
 
 
-def counted(loss: Loss, targets: Tensor) -> Tensor | None:
-    """Return which targets [n, ...] count, or None where all do: one label per sample, numbers and soft labels."""
+def counted(loss: Loss, targets: Any) -> Tensor | None:
+    """Return which targets [n, ...] count, or None where all do: one label per sample, numbers and soft labels.
+
+    Of several targets and in a loss of a whole batch, the user's loss decides what counts: None.
+    """
+    if not isinstance(targets, Tensor) or isinstance(loss, PerBatch):
+        return None
     if targets.is_floating_point():
         return targets != IGNORED if is_binary(loss) else None
     return targets != IGNORED if targets.dim() > 1 else None
 
 
-def hits(loss: Loss, outputs: Tensor, targets: Tensor, classes: int | None) -> Tensor | None:
+def hits(loss: Loss, result: Any, targets: Any, classes: int | None) -> Tensor | None:
     """Return which integer targets [n, ...] are predicted, in the shape of the aligned targets; None: no prediction.
 
     The prediction is the largest of at least `classes` outputs; with `bce`, and for a single output and labels 0 and 1,
-    it is the output's sign. `classes` is None if the targets are not integers.
+    it is the output's sign. `classes` is None if the targets are not integers. Nothing says which of several outputs
+    predicts the labels of a user's loss, unless one is called logits, nor whether a loss of a whole batch has any.
     """
-    if classes is None or is_regression(loss):
+    if classes is None or is_regression(loss) or isinstance(loss, PerBatch):
         return None
-    axis = class_axis(loss)
+    if not takes_tensors(loss) and main_element(result) not in ("", ".logits", "['logits']"):
+        return None
+    outputs, axis = outputs_of(result), class_axis(loss)
     if is_binary(loss) or (axis is None and targets.dim() == 1 and shape(outputs) == (len(targets),)):
         if classes > 2 or shape(outputs) != shape(targets):
             return None
-        return (outputs.reshape(targets.shape) > 0) == (targets == 1)
+        answers: Tensor = (outputs.reshape(targets.shape) > 0) == (targets == 1)
+        return answers
     if axis is None and (targets.dim() > 1 or outputs.dim() != 2):
         return None
     outputs, targets = aligned(loss, outputs, targets)
     axis = 1 if axis is None else axis
     if outputs.dim() != targets.dim() + 1 or outputs.shape[axis] < classes:
         return None
-    return outputs.argmax(axis) == targets
+    right: Tensor = outputs.argmax(axis) == targets
+    return right
 
 
 def shape(values: Tensor) -> tuple[int, ...]:

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lamina.base.errors import BadInput
-from lamina.objective.batch import Inputs, arguments, outputs_of
+from lamina.objective.batch import Inputs, Targets, arguments
 from lamina.objective.dropout import set_streams, stream_layers, with_streams
 from lamina.objective.fingerprint import alike, attributes_digest, same_tensors
 from lamina.objective.functional_dropout import FunctionalDropout
 from lamina.objective.layers import Layers
-from lamina.objective.losses import Loss, as_loss
+from lamina.objective.losses import Loss, PerBatch, as_loss, losses_of
+from lamina.objective.outputs import map_outputs
+from lamina.objective.private import Private
 
 Buffers = dict[str, Tensor]
 
@@ -35,10 +37,11 @@ class Objective:
     """A module's loss and gradient as functions of (flat parameters, buffers).
 
     The module itself is never changed; its trainable parameters are the start of the run, its other parameters
-    stay as they are, its floating buffers (BatchNorm's statistics) are averaged over clients like the model.
+    stay as they are, its floating buffers (BatchNorm's statistics) are averaged over clients like the model. Parameters
+    and buffers whose names match the patterns in `private` stay with the clients.
     """
 
-    def __init__(self, module: nn.Module, loss: str | Loss = "cross_entropy") -> None:
+    def __init__(self, module: nn.Module, loss: str | Loss = "cross_entropy", private: Sequence[str] = ()) -> None:
         _refuse_lazy_layers(module)
         self.module = module
         # the module that is trained: dropout draws its masks from the clients' random streams
@@ -62,12 +65,16 @@ class Objective:
         # everything else that decides what the module computes
         self.frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
         self.buffers: Buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
+        self.private: Private | None = None
+        if private:  # buffers of whole numbers stay as they are, for every client
+            floating = [name for name, buffer in self.buffers.items() if buffer.is_floating_point()]
+            self.private = Private(private, self.layers, floating, self.device)
         self.attributes = attributes_digest(module)  # taken now, because a forward pass may change them
         # a layer the user froze with .eval() in a module that trains (BatchNorm, usually) stays as it is
         self.always_evaluated = {n for n, m in module.named_modules() if not m.training} if module.training else set()
         norms = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-        # without running statistics, a sample's output depends on the samples it is evaluated with
-        self.evaluates_by_batch = any(norm.running_mean is None for norm in norms)
+        # without running statistics, a sample's output depends on the samples it is evaluated with, as may a loss
+        self.evaluates_by_batch = self.mixes_samples or any(norm.running_mean is None for norm in norms)
         self._other_names = _other_names(module)
         self._has_rnn = any(isinstance(m, nn.RNNBase) for m in module.modules())
         self.autocasts = False  # whether gradients are computed in bfloat16, as far as torch.autocast does that
@@ -86,22 +93,56 @@ class Objective:
             return "they have different losses"
         if not same_tensors(self.frozen, other.frozen):
             return "their models have different frozen parameters"
+        if (self.private and self.private.names) != (other.private and other.private.names):
+            return "they have different private parts"
         return "" if same_tensors(self.buffers, other.buffers) else "their models have different buffers"
+
+    @property
+    def shared_layers(self) -> Layers:
+        """The layout of the shared parameters, on which the server works: of all, unless some are private."""
+        return self.layers if self.private is None else self.private.shared
+
+    @property
+    def shared_start(self) -> Tensor:
+        """The shared parameters where training starts."""
+        return self.shared_part(self.start)
+
+    def shared_part(self, vector: Tensor) -> Tensor:
+        """Return the shared part of a vector [..., p]."""
+        return vector if self.private is None else self.private.split(vector)[0]
+
+    def shared_buffers(self, buffers: Buffers) -> Buffers:
+        """Return the buffers that travel with the model."""
+        return buffers if self.private is None else self.private.shared_buffers(buffers)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Return all parameters from the shared ones: those that are private have their initial values."""
+        if self.private is None or self.private.own is None:
+            return x
+        return self.private.join(x, self.private.split(self.start)[1])
 
     def frozen_note(self) -> str:
         """Return how many of the parameters are trained and sent, or an empty string if all are."""
-        if not self.frozen:
-            return ""
-        trained = self.layers.size
-        total = trained + sum(parameter.numel() for parameter in self.frozen.values())
-        return f"trains {trained:,} of {total:,} parameters; the others are frozen and not sent"
+        notes, trained = [], self.layers.size
+        if self.frozen:
+            total = trained + sum(parameter.numel() for parameter in self.frozen.values())
+            notes.append(f"trains {trained:,} of {total:,} parameters; the others are frozen and not sent")
+        if self.private is not None:
+            own, count = trained - self.shared_layers.size, len(self.private.names)
+            notes.append(f"keeps {own:,} trained parameters with each client ({count} private tensors)")
+        return "; ".join(notes)
+
+    @property
+    def mixes_samples(self) -> bool:
+        """Whether the loss is one of a whole batch, which must hold the samples of a single client."""
+        return isinstance(self.loss, PerBatch)
 
     def in_type(self, dtype: torch.dtype) -> Objective:
         """Return the same objective in another floating type."""
         if dtype == self.dtype:
             return self
         self.set_mode(self.module, True)  # so that the copy knows which layers the user froze with .eval()
-        return Objective(copy_module(self.module).to(dtype), self.loss)
+        return Objective(copy_module(self.module).to(dtype), self.loss)  # private parts play no role in a gradient
 
     def outputs(
         self,
@@ -111,13 +152,12 @@ class Objective:
         *,
         train: bool,
         streams: Tensor | None = None,
-    ) -> Tensor:
-        """Return the module's outputs at parameters x; in training mode `buffers` is updated in place, as modules do.
+    ) -> Any:
+        """Return what the module returns at parameters x; in training, it updates `buffers` in place, as modules do.
 
         `streams` is the random stream [1] that dropout draws its masks from; stream 0 unless given.
         """
-        outputs: Tensor = self.outputs_at(self.layers.unflatten(x), buffers, inputs, train=train, streams=streams)
-        return outputs
+        return self.outputs_at(self.layers.unflatten(x), buffers, inputs, train=train, streams=streams)
 
     def outputs_at(
         self,
@@ -128,7 +168,7 @@ class Objective:
         train: bool,
         streams: Tensor | None = None,
         module: nn.Module | None = None,
-        on_outputs: Callable[[Tensor], Any] | None = None,
+        on_outputs: Callable[[Any], Any] | None = None,
         autocast: bool = False,
     ) -> Any:
         """Return what `outputs` returns, with the parameters given by name.
@@ -147,9 +187,8 @@ class Objective:
             # without its cache, which a captured step cannot use
             rounding = torch.autocast(self.device.type, torch.bfloat16, enabled=autocast, cache_enabled=False)
             with rounding, self.functional.in_training(train):
-                outputs = outputs_of(module(*args, **kwargs))
-            if autocast and outputs.is_floating_point():
-                outputs = outputs.to(self.dtype)
+                outputs = module(*args, **kwargs)
+            outputs = self.in_own_type(outputs) if autocast else outputs
             set_streams(dropouts, None)  # dropout that a backward pass runs again would draw other masks
             return outputs if on_outputs is None else on_outputs(outputs)
 
@@ -163,6 +202,14 @@ class Objective:
             raise
         finally:
             set_streams(dropouts, None)
+
+    def losses(self, outputs: Any, targets: Targets) -> Tensor:
+        """Return the loss of every sample [n], from what the module returns."""
+        return losses_of(self.loss, outputs, targets)
+
+    def in_own_type(self, outputs: Any) -> Any:
+        """Return what the module returns with floating-point numbers in the type of the parameters."""
+        return map_outputs(lambda values: values.to(self.dtype) if values.is_floating_point() else values, outputs)
 
     @property
     def tied(self) -> set[str]:
@@ -196,7 +243,7 @@ class Objective:
         x: Tensor,
         buffers: Mapping[str, Tensor],
         inputs: Inputs,
-        targets: Tensor,
+        targets: Targets,
         *,
         train: bool = True,
         streams: Tensor | None = None,
@@ -214,7 +261,7 @@ class Objective:
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         inputs: Inputs,
-        targets: Tensor,
+        targets: Targets,
         *,
         train: bool = True,
         streams: Tensor | None = None,
@@ -231,12 +278,12 @@ class Objective:
 
     def _differentiate(
         self, parameters: Mapping[str, Tensor], leaves: Sequence[Tensor], buffers: Mapping[str, Tensor], inputs: Inputs,
-        targets: Tensor, train: bool, streams: Tensor | None, weights: Tensor | None,
+        targets: Targets, train: bool, streams: Tensor | None, weights: Tensor | None,
     ) -> tuple[Sequence[Tensor], Tensor]:  # fmt: skip
         """Return the gradients with respect to the leaves that the parameters are made of, and the loss."""
 
-        def differentiate(outputs: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-            losses = self.loss(outputs, targets)
+        def differentiate(outputs: Any) -> tuple[Sequence[Tensor], Tensor]:
+            losses = self.losses(outputs, targets)
             loss = losses.mean() if weights is None else losses @ weights
             if not loss.requires_grad:
                 raise BadInput("there is no gradient: the loss does not depend on any trainable parameter")

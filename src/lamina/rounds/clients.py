@@ -161,6 +161,7 @@ class Reserved(NamedTuple):
     training: Clients
     heldout: Parts  # of the clients that never train
     local_tests: Parts  # of every training client that has more than one sample
+    tested: Sequence[int] = ()  # the numbers of these clients
 
     @property
     def dealt(self) -> int:
@@ -185,7 +186,7 @@ def reserve(clients: Clients, heldout: Heldout | None, local_test: float | None,
         raise BadInput("held-out clients and local test splits need clients that share no sample: set refill = false")
     out = _heldout_clients(clients, heldout, seed)
     parts = list(clients.parts)
-    training, tests = [part for client, part in enumerate(parts) if client not in out], []
+    training, tests, tested = [part for client, part in enumerate(parts) if client not in out], [], []
     if local_test is not None:
         check_number("local_test", local_test, above=0, below=1)
         for i, part in enumerate(training):
@@ -194,10 +195,12 @@ def reserve(clients: Clients, heldout: Heldout | None, local_test: float | None,
                 order = rng.permutation(rng.key(seed, "local_test", i), len(part))
                 training[i], test = (part[np.sort(order[side])] for side in (slice(held, None), slice(held)))
                 tests.append(test)
+                tested.append(i)
         if not tests:
             raise BadInput("local_test needs clients with more than one sample")
     samples = int(clients.parts.samples.max()) + 1
-    return Reserved(Clients(training, samples), Parts.of([parts[client] for client in sorted(out)]), Parts.of(tests))
+    heldout_parts = Parts.of([parts[client] for client in sorted(out)])
+    return Reserved(Clients(training, samples), heldout_parts, Parts.of(tests), tested)
 
 
 def _heldout_clients(clients: Clients, heldout: Heldout | None, seed: int) -> set[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict, get_args
 
@@ -20,7 +20,7 @@ from lamina.algorithms.contract import Algorithm
 from lamina.base.errors import BadInput, nearest, short_repr, unknown
 from lamina.base.limits import MOST, MOST_BATCH, check_count, check_number, check_seed
 from lamina.base.registry import field_values
-from lamina.data.feed import Augment
+from lamina.data.feed import Augment, OwnAugmentation
 from lamina.objective.fingerprint import value_digest
 from lamina.objective.losses import Loss, as_loss
 from lamina.rounds.aggregation import MEAN, Aggregation, as_aggregation, name_of
@@ -51,7 +51,8 @@ class TrainArguments(TypedDict, total=False):
     weighting: Weighting
     aggregation: Aggregation | str
     loss: str | Loss
-    augmentation: Augment | None
+    augmentation: Augment | OwnAugmentation | str | None
+    private: Sequence[str]
     seed: int
 
 
@@ -73,7 +74,8 @@ class TrainSettings:
     weighting: Weighting = field(default="clients", metadata=SERVER_ONLY | UNPLANNED | PER_MEMBER)
     aggregation: Aggregation = field(default=MEAN, metadata=SERVER_ONLY | UNPLANNED)
     loss: str | Loss = field(default="cross_entropy", metadata=SERVER_ONLY | UNPLANNED | PER_MEMBER)
-    augmentation: Augment | None = field(default=None, metadata=UNPLANNED)
+    augmentation: Augment | OwnAugmentation | str | None = field(default=None, metadata=UNPLANNED)
+    private: Sequence[str] = field(default=(), metadata=SERVER_ONLY | UNPLANNED)  # a node has its own
     seed: int = field(default=0, metadata=PER_MEMBER)
 
     def __post_init__(self) -> None:
@@ -94,6 +96,15 @@ class TrainSettings:
             )
         if not callable(as_loss(self.loss)):
             raise BadInput(f"loss = {self.loss!r} is neither a name nor a function of (outputs, targets)")
+        if isinstance(self.private, str) or not all(isinstance(pattern, str) for pattern in self.private):
+            raise BadInput(
+                f"private = {short_repr(self.private)}: give a list of patterns of names, such as ['head.*']"
+            )
+        if not (self.augmentation is None or isinstance(self.augmentation, str) or callable(self.augmentation)):
+            raise BadInput(
+                f"augmentation = {short_repr(self.augmentation)} is neither lamina.data.Augment() nor a function of "
+                "(batch, generator)"
+            )
         if self.epochs is not None and self.local_steps is not None:
             raise BadInput(
                 f"epochs = {self.epochs} and local_steps = {self.local_steps} both say how long a client trains: "
@@ -116,6 +127,8 @@ class TrainSettings:
             given["lr"] = algorithm.card.lr
         if isinstance(given.get("schedule"), str):
             given["schedule"] = make_schedule(given["schedule"])
+        if isinstance(given.get("private", ()), list | None):
+            given["private"] = tuple(given.get("private") or ())
         if "aggregation" in given:
             given["aggregation"] = as_aggregation(given["aggregation"])
         return cls(**given)
@@ -169,11 +182,16 @@ class TrainSettings:
         if not isinstance(record, dict) or record.keys() != set(expected):
             raise BadInput(f"the settings of a client are {', '.join(sorted(expected))}")
         augmentation = record["augmentation"]
-        if augmentation is not None:
+        if augmentation is not None and not isinstance(augmentation, str):  # the name of the user's own: see `Node`
             if not isinstance(augmentation, dict) or augmentation.keys() != {each.name for each in fields(Augment)}:
                 raise BadInput(f"augmentation = {short_repr(augmentation)} has other settings")
             augmentation = Augment(**augmentation)
         return cls(**{**record, "augmentation": augmentation})
+
+    def _augmentation_record(self) -> dict[str, Any] | str | None:
+        if is_own_augmentation(self.augmentation):
+            return own_name(self.augmentation)
+        return None if self.augmentation is None else field_values(self.augmentation)
 
     def record(self) -> dict[str, Any]:
         """Return the settings as an experiment file writes them: names, numbers and tables."""
@@ -182,9 +200,15 @@ class TrainSettings:
             "batch_size": "full" if self.batch_size is None else self.batch_size,
             "epochs": (self.epochs or 1) if self.local_steps is None else None,
             "aggregation": as_table(self.aggregation, name_of(self.aggregation)),
-            "loss": self.loss if isinstance(self.loss, str) else function_name(self.loss),
-            "augmentation": None if self.augmentation is None else dataclasses.asdict(self.augmentation),
+            "loss": own_name(self.loss),
+            "augmentation": self._augmentation_record(),
+            "private": list(self.private) or None,
         }
+
+
+def is_own_augmentation(augmentation: Any) -> bool:
+    """Return whether an augmentation is a function of the user's, or the name of one."""
+    return not (augmentation is None or isinstance(augmentation, Augment))
 
 
 def schedule_name(schedule: Schedule) -> str:
@@ -198,6 +222,11 @@ def schedule_name(schedule: Schedule) -> str:
 def as_table(value: Any, name: str) -> dict[str, Any]:
     """Return the table of an experiment file that names an object and gives its options."""
     return {"name": name} | field_values(value)
+
+
+def own_name(given: Any) -> str:
+    """Return the name of a user's function that is given by itself or as "module:function"."""
+    return given if isinstance(given, str) else function_name(given)
 
 
 def function_name(function: Any) -> str:

@@ -20,6 +20,7 @@ from lamina.algorithms.declaration import options
 from lamina.base import rng
 from lamina.base.text import listed
 from lamina.data.dataset import Dataset
+from lamina.data.feed import as_augmentation
 from lamina.data.mapped import Mapped
 from lamina.data.partitions import Partition, columns_read
 from lamina.objective.batch import map_batch
@@ -28,7 +29,7 @@ from lamina.objective.losses import LOSSES, Loss, as_loss
 from lamina.objective.objective import Objective
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan
-from lamina.rounds.settings import TrainSettings
+from lamina.rounds.settings import TrainSettings, is_own_augmentation
 from lamina.storage.files import as_json
 
 Identity = Mapping[str, Any]  # by the name of the setting, as JSON gives it back
@@ -40,6 +41,7 @@ DIGESTS_IN_WORDS = {  # of a checkpoint's identity, then of a run's config.json
     "loss_values": "the weights or other values of the loss",
     "algorithm_values": "the values that the class of the algorithm holds",
     "aggregation_values": "the settings of the aggregation",
+    "augmentation_values": "the values that the augmentation holds",
     "partition": "the split of the samples among clients",
     "reallocation": "the split of the samples among clients",
     "training_data": "the training data",
@@ -119,16 +121,23 @@ def json_digest(value: Any) -> str:
 
 
 def held_values(algorithm: Algorithm, loss: Loss, protocol: TrainSettings) -> dict[str, str | None]:
-    """Return digests of the values that a user's loss, algorithm and aggregation hold; None for lamina's own."""
+    """Return digests of the values that a user's loss, algorithm, aggregation and augmentation hold.
+
+    Those of lamina's own are None.
+    """
     others = {"algorithm_values": type(algorithm), "aggregation_values": protocol.aggregation}
     digests = {name: None if is_laminas(value) else value_digest(value) for name, value in others.items()}
     is_named = any(loss is known for known in LOSSES.values())
+    own = as_augmentation(protocol.augmentation) if is_own_augmentation(protocol.augmentation) else None
+    if own is not None:
+        digests["augmentation_values"] = value_digest(own)
     return {"loss_values": None if is_named else value_digest(loss), **digests}
 
 
 def parts_with_code(algorithm: Algorithm, model: Any, protocol: TrainSettings) -> list[Any]:
     """Return the parts of a run that a user may have written, except for data and metrics."""
-    return [type(algorithm), model, as_loss(protocol.loss), protocol.aggregation, protocol.schedule]
+    augmentation = as_augmentation(protocol.augmentation)
+    return [type(algorithm), model, as_loss(protocol.loss), protocol.aggregation, protocol.schedule, augmentation]
 
 
 def _model_digest(objective: Objective) -> str:
@@ -155,7 +164,7 @@ def _partition_digest(clients: Clients) -> dict[str, str]:
 def dataset_digest(data: Dataset) -> str:
     """Return a digest of a data set's samples, labels and normalisation, the same on every device; made once."""
     if data not in _data_digests:
-        facts = [as_json(data.mean), as_json(data.std), map_batch(content_digest, data.x), content_digest(data.y)]
+        facts = [as_json(data.mean), as_json(data.std), *(map_batch(content_digest, part) for part in (data.x, data.y))]
         _data_digests[data] = json_digest(facts)
     return _data_digests[data]
 

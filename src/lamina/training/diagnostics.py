@@ -7,6 +7,7 @@ rounds and nothing is changed, so a run with diagnostics has the same trajectory
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from lamina.engines.loop import FIXED_CHUNK, FULL_GRADIENT_CHUNK, Loop
 from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.rows import on_device
 from lamina.engines.state import RoundReport, State, client_weights
+from lamina.objective.batch import take
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.plan import Plan, RoundPlan
 from lamina.training.metrics import DIAGNOSTICS
@@ -94,13 +96,18 @@ class Diagnostics:
             weights = np.full(len(samples), 1 / len(samples))
         chunk = FIXED_CHUNK if self.objective.evaluates_by_batch else FULL_GRADIENT_CHUNK
         total = torch.zeros_like(x, dtype=torch.float64)
-        for start in range(0, len(samples), chunk):
-            index = torch.from_numpy(samples[start : start + chunk]).to(x.device)
-            weight = torch.from_numpy(weights[start : start + chunk]).to(x)
+        clients = parts.bounds if len(parts) and self.objective.mixes_samples else (0, len(samples))
+        batches = (
+            slice(start, min(start + chunk, end))
+            for first, end in itertools.pairwise(clients)
+            for start in range(first, end, chunk)
+        )
+        for batch in batches:
+            index, weight = torch.from_numpy(samples[batch]).to(x.device), torch.from_numpy(weights[batch]).to(x)
             inputs = self.data.inputs(index, self.objective.dtype)
             with rng.forked(x.device, seed=0):  # for a module that draws random numbers even when it is evaluated
                 gradient, _ = self.objective.gradient(
-                    x, buffers, inputs, self.data.y[index], train=False, weights=weight
+                    x, buffers, inputs, take(self.data.y, index), train=False, weights=weight
                 )
             total += gradient
         return total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,20 +19,25 @@ from lamina.base import rng
 from lamina.base.errors import BadInput, Diverged, LaminaError, describe_error
 from lamina.data.dataset import Dataset
 from lamina.data.parts import Parts
+from lamina.engines.loop import FIXED_CHUNK
+from lamina.engines.ranks import Ranks
 from lamina.engines.state import RoundReport
-from lamina.objective.batch import tensors
+from lamina.objective.batch import Targets, named_tensors, take, tensors
 from lamina.objective.losses import aligned, class_axis, counted, hits
 from lamina.objective.objective import Buffers, Objective
+from lamina.objective.outputs import join_outputs, main_element, map_outputs, outputs_of
 from lamina.rounds.clients import Reserved
 from lamina.rounds.plan import RoundFacts
 from lamina.training.history import Row
-from lamina.training.metrics import ACCURACY, LABEL_METRICS, LOSS, Batch, Metric, Values, mean
+from lamina.training.metrics import ACCURACY, LABEL_METRICS, LOSS, METRICS, PERPLEXITY, Batch, Metric, Values, mean
 
 log = logging.getLogger(__name__)
+ClientModels = Callable[[int], tuple[Tensor, Buffers]]  # from a client's number to the model that it uses
 
 EVALUATION_BATCH = 1000  # samples at a time
 # input numbers at a time on a GPU, if that is more: small images come in large batches
 EVALUATION_NUMBERS_GPU = 8 << 20
+SHARED = "shared_"  # prefix of columns of the shared model, beside those of the clients' own models
 WEIGHT = "/weight"  # suffix of weight keys; not valid in a metric's name
 MOST_EVALUATED = 16_384  # samples; tokens are small, but their activations are not
 
@@ -39,27 +45,22 @@ MOST_EVALUATED = 16_384  # samples; tokens are small, but their activations are 
 def sample_means(
     objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, metrics: Sequence[Metric] | None = None
 ) -> dict[str, float]:
-    """Return the mean of the values that the loss and every metric keep; the perplexity keeps the loss.
+    """Return the mean of the values that the loss and every metric keep.
 
     The means of several parts of the data, weighted by their samples, give those of all data (`metric_of_mean`). Where
     not every sample counts once, its mean weight is there as well (`weight_name`).
     """
     means = {}
     for metric, values in predict(objective, x, buffers, data, metrics).items():
-        means[mean_name(metric)] = float(mean(*values[:2]))
+        means[metric.name] = float(mean(*values[:2]))
         if len(values) > 1:
             means[weight_name(metric)] = float(values[1].double().mean())
     return means
 
 
-def mean_name(metric: Metric) -> str:
-    """Return the key of a metric's mean in the result of `sample_means`."""
-    return LOSS.name if metric.keep is LOSS.keep else metric.name
-
-
 def weight_name(metric: Metric) -> str:
     """Return the key of a sample's mean weight in a metric's mean: the labels it has, or whether it has any."""
-    return f"{mean_name(metric)}{WEIGHT}"
+    return f"{metric.name}{WEIGHT}"
 
 
 def metric_of_mean(metric: Metric, value: float) -> float:
@@ -79,9 +80,8 @@ def value_of(metric: Metric, values: Values) -> Tensor:
     except LaminaError:
         raise
     except Exception as error:  # whatever a user's function raises
-        shapes = " and ".join(str(list(value.shape)) for value in values)
         raise BadInput(
-            f"metric '{metric.name}' fails for tensors of shape {shapes}: {describe_error(error)}"
+            f"metric '{metric.name}' fails for {' and '.join(map(form, values))}: {describe_error(error)}"
         ) from error
     try:
         tensor = number.detach() if isinstance(number, Tensor) else torch.tensor(float(number))
@@ -91,31 +91,70 @@ def value_of(metric: Metric, values: Values) -> Tensor:
         raise BadInput(f"metric '{metric.name}' must return one number, not a {kind}") from error
 
 
+def form(value: Any) -> str:
+    """Return the shape of a tensor, or what else a metric or a loss gets of the model, for messages."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    kind, main = type(value).__name__, main_element(value)
+    return f"the {kind} that the model returns" + (f" (outputs{main} is a tensor)" if main else "")
+
+
 def predict(
-    objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, metrics: Sequence[Metric] | None = None
-) -> dict[Metric, Values]:
-    """Return what the loss and every metric keep of the samples, joined over evaluation batches."""
+    objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, metrics: Sequence[Metric] | None = None,
+    bounds: Sequence[int] | None = None,
+) -> dict[Metric, Values]:  # fmt: skip
+    """Return what the loss and every metric keep of the samples, joined over evaluation batches.
+
+    `bounds` are where the samples of one client end and those of the next begin, which a loss of a batch keeps apart.
+    """
     kept: dict[Metric, list[Values]] = {}
-    batch_size = EVALUATION_BATCH
-    if objective.device.type != "cpu":
-        sample_numbers = sum(values[0].numel() for values in tensors(data.x))
-        batch_size = min(max(batch_size, EVALUATION_NUMBERS_GPU // sample_numbers), MOST_EVALUATED)
+    parts = evaluation_batches(objective, data, bounds)
     with torch.no_grad(), rng.forked(objective.device, seed=0):  # a module may draw random numbers even in evaluation
-        for start in range(0, len(data), batch_size):
-            part = slice(start, start + batch_size)
+        for part in parts:
             outputs = objective.outputs(x, buffers, data.inputs(part, objective.dtype), train=False)
-            batch = as_batch(objective, outputs, data.y[part], data.classes)
+            batch = as_batch(objective, outputs, take(data.y, part), data.classes)
             if metrics is None:
                 metrics = () if batch.hits is None else (ACCURACY,)
             for metric in with_loss(metrics):
                 kept.setdefault(metric, []).append(keep(metric, batch))
-    return {metric: tuple(map(torch.cat, zip(*parts, strict=True))) for metric, parts in kept.items()}
+    sizes = [part.stop - part.start for part in parts]
+    return {metric: _joined(metric, batches, sizes) for metric, batches in kept.items()}
 
 
-def as_batch(objective: Objective, outputs: Tensor, targets: Tensor, classes: int | None) -> Batch:
-    """Return the outputs of some samples with their losses and whether the predictions are right."""
+def evaluation_batches(objective: Objective, data: Dataset, bounds: Sequence[int] | None = None) -> list[slice]:
+    """Return the batches of an evaluation: as many samples as are fast, or equal parts if the loss is one of a batch.
+
+    Such parts hold the samples of one client each, at most as many as are taken together in a gradient over all data.
+    """
+    if objective.mixes_samples:
+        places = [0, len(data)] if bounds is None else list(bounds)
+        pieces = [
+            np.linspace(start, end, -(-(end - start) // FIXED_CHUNK) + 1).astype(int).tolist()
+            for start, end in itertools.pairwise(places)
+        ]
+        return [slice(start, end) for piece in pieces for start, end in itertools.pairwise(piece)]
+    size = EVALUATION_BATCH
+    if objective.device.type != "cpu":
+        sample_numbers = sum(values[0].numel() for values in tensors(data.x))
+        size = min(max(size, EVALUATION_NUMBERS_GPU // sample_numbers), MOST_EVALUATED)
+    return [slice(start, min(start + size, len(data))) for start in range(0, len(data), size)]
+
+
+def _joined(metric: Metric, batches: Sequence[Values], sizes: Sequence[int]) -> Values:
+    """Return what a metric keeps of several batches as if they were one."""
+    try:
+        return tuple(join_outputs(parts, sizes) for parts in zip(*batches, strict=True))
+    except RuntimeError as error:
+        raise BadInput(
+            f"metric '{metric.name}' needs all outputs together, and those of several batches do not fit "
+            f"({str(error).splitlines()[0]}): give lamina.Metric(…, keep=…), which takes what it needs of each batch"
+        ) from error
+
+
+def as_batch(objective: Objective, outputs: Any, targets: Targets, classes: int | None) -> Batch:
+    """Return what the model returns for some samples with their losses and whether the predictions are right."""
     loss = objective.loss
-    right, losses = hits(loss, outputs, targets, classes), loss(outputs, targets)
+    right, losses = hits(loss, outputs, targets, classes), objective.losses(outputs, targets)
     outputs, targets = aligned(loss, outputs, targets)
     return Batch(outputs, targets, losses, right, classes, class_axis(loss), counted(loss, targets))
 
@@ -123,14 +162,25 @@ def as_batch(objective: Objective, outputs: Tensor, targets: Tensor, classes: in
 def keep(metric: Metric, batch: Batch) -> Values:
     """Return what a metric keeps of a batch; an error names the metric.
 
-    Metrics of labels see the most likely class of a soft label, which is the target of a loss over classes.
+    A user's metric sees all that the model returns, and all targets; the others compare a tensor with a tensor. Metrics
+    of labels see the most likely class of a soft label, which is the target of a loss over classes.
     """
-    if metric.name in LABEL_METRICS and batch.class_axis is not None and batch.targets.is_floating_point():
-        batch = batch._replace(targets=batch.targets.argmax(batch.class_axis))
     try:
+        if metric.name in METRICS and metric not in (LOSS, PERPLEXITY):
+            batch = _of_tensors(batch)
+        if metric.name in LABEL_METRICS and batch.class_axis is not None and batch.targets.is_floating_point():
+            batch = batch._replace(targets=batch.targets.argmax(batch.class_axis))
         return metric.keep(batch)
     except BadInput as error:
         raise BadInput(f"metric '{metric.name}' {error}") from error
+
+
+def _of_tensors(batch: Batch) -> Batch:
+    """Return a batch with the model's main output; refuse several targets."""
+    if not isinstance(batch.targets, Tensor):
+        names = ", ".join(named_tensors(batch.targets, "y"))
+        raise BadInput(f"needs one tensor of targets, not {names}: give a function of (outputs, targets)")
+    return batch._replace(outputs=outputs_of(batch.outputs))
 
 
 # --- clients ----------------------------------------------------------------------------------------------------------
@@ -150,13 +200,21 @@ class ClientSamples(NamedTuple):
 def reserved_samples(reserved: Reserved, data: Dataset, device: torch.device) -> list[ClientSamples]:
     """Return the samples that no client trains on: those of held-out clients, and the clients' test splits."""
     samples = []
-    groups = [("client_", "_mean", reserved.local_tests, False), ("heldout_", "", reserved.heldout, True)]
-    for prefix, suffix, parts, pooled in groups:
+    groups = [
+        ("client_", "_mean", reserved.local_tests, False, reserved.tested),
+        ("heldout_", "", reserved.heldout, True, ()),
+    ]
+    for prefix, suffix, parts, pooled, clients in groups:
         if len(parts):
-            theirs = data.subset(parts.samples).to(device)  # only their samples, in their order
-            renumbered = Parts(np.arange(len(parts.samples)), parts.bounds)
-            samples.append(ClientSamples(prefix, suffix, theirs, renumbered, pooled))
+            group = in_order(ClientSamples(prefix, suffix, data, parts, pooled, clients))
+            samples.append(group._replace(data=group.data.to(device)))
     return samples
+
+
+def in_order(group: ClientSamples) -> ClientSamples:
+    """Return clients' samples without those of others, those of one client after the other."""
+    samples = group.parts.samples
+    return group._replace(data=group.data.subset(samples), parts=Parts(np.arange(len(samples)), group.parts.bounds))
 
 
 def samples_by_client(test: Dataset, reserved: Reserved, names: NDArray[Any]) -> ClientSamples:
@@ -168,7 +226,7 @@ def samples_by_client(test: Dataset, reserved: Reserved, names: NDArray[Any]) ->
     if not tested:
         raise BadInput("no client that trains has test data: give some, or hold out fewer clients")
     rows = [parts[place] for place in wanted if place is not None]
-    return ClientSamples("client_", "_mean", test, Parts.of(rows), False, tested)
+    return in_order(ClientSamples("client_", "_mean", test, Parts.of(rows), False, tested))
 
 
 def client_columns(metric: Metric, values: Values, group: ClientSamples) -> dict[str, float]:
@@ -197,6 +255,21 @@ def client_columns(metric: Metric, values: Values, group: ClientSamples) -> dict
     }
 
 
+def predict_apart(
+    objective: Objective, model_of: ClientModels, group: ClientSamples, metrics: Sequence[Metric]
+) -> dict[Metric, Values]:
+    """Return what these metrics keep of the samples of all clients, each evaluated with the client's own model."""
+    ranks, kept = Ranks.current(), {}
+    for client, part in zip(group.clients, group.parts, strict=True):
+        if ranks.owns(client):
+            values = predict(objective, *model_of(client), group.data.subset(part), metrics)
+            kept[client] = [map_outputs(Tensor.cpu, values[metric]) for metric in metrics]
+    by_client = ranks.gather(kept)
+    lists = zip(*(by_client[client] for client in group.clients), strict=True)  # by metric: what every client keeps
+    sizes = group.parts.sizes.tolist()
+    return {metric: _joined(metric, values, sizes) for metric, values in zip(metrics, lists, strict=True)}
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """What is evaluated after a round: metrics on the test data, and on samples of clients."""
@@ -206,10 +279,13 @@ class Evaluation:
     clients: Sequence[ClientSamples] = ()
     more_tests: Mapping[str, Dataset] = field(default_factory=dict)  # further test data by name
 
-    def start(self, objective: Objective, x: Tensor, buffers: Buffers) -> Callable[[], dict[str, float]]:
+    def start(
+        self, objective: Objective, x: Tensor, buffers: Buffers, model_of: ClientModels | None = None
+    ) -> Callable[[], dict[str, float]]:
         """Start evaluating a model on the test data, without waiting for a GPU; return a function that finishes it.
 
-        It returns the values by name, with the columns of clients.
+        It returns the values by name, with the columns of clients. If clients have models of their own (`model_of`),
+        these are evaluated on the clients' samples, and the columns of the given model begin with "shared_".
         """
         tests = (
             {} if self.test is None else {"": self.test} | {f"@{name}": more for name, more in self.more_tests.items()}
@@ -224,17 +300,25 @@ class Evaluation:
         def finish() -> dict[str, float]:
             row = dict(zip(names, measured.tolist(), strict=True))  # waits for the GPU once
             for group in self.clients:
-                kept = predict(objective, x, buffers, group.data, self.metrics)
-                chosen = self.metrics or [metric for metric in kept if metric is not LOSS or len(kept) == 1]
-                for metric in chosen:
-                    row |= client_columns(metric, kept[metric], group)
+                evaluated = [
+                    (predict(objective, x, buffers, group.data, self.metrics, group.parts.bounds.tolist()), group)
+                ]
+                if model_of is not None and group.clients:
+                    evaluated[0] = evaluated[0][0], group._replace(prefix=f"{SHARED}{group.prefix}")
+                    evaluated.append((predict_apart(objective, model_of, group, [*evaluated[0][0]]), group))
+                for kept, columns in evaluated:
+                    chosen = self.metrics or [metric for metric in kept if metric is not LOSS or len(kept) == 1]
+                    for metric in chosen:
+                        row |= client_columns(metric, kept[metric], columns)
             return row
 
         return finish
 
-    def run(self, objective: Objective, x: Tensor, buffers: Buffers) -> dict[str, float]:
-        """Evaluate a model."""
-        return self.start(objective, x, buffers)()
+    def run(
+        self, objective: Objective, x: Tensor, buffers: Buffers, model_of: ClientModels | None = None
+    ) -> dict[str, float]:
+        """Evaluate a model, see `start`."""
+        return self.start(objective, x, buffers, model_of)()
 
 
 # --- rounds -----------------------------------------------------------------------------------------------------------

@@ -42,10 +42,11 @@ def as_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None]:
         data = sources.load(data)
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Dataset) for part in data):
         data, test = data[0], data[1] if test is None else test
-    elif isinstance(data, tuple) and len(data) == 2 and _are_arrays(data[1]):
+    elif isinstance(data, tuple) and len(data) == 2 and _are_train_and_test(*data):
         raise BadInput(
             "the data are a pair of pairs: pass only (x, y) of the training data there, and the others as test=(x, y); "
-            "for the data of two clients, give a list: [(x, y), (x, y)]"
+            "two inputs and two targets of one shape are a lamina.Dataset(x, y); for the data of two clients, give a "
+            "list: [(x, y), (x, y)]"
         )
     train_data, test_data = as_data(data), None if test is None else as_data(test)
     if test_data is not None:
@@ -86,9 +87,15 @@ def _check_clients(train: Dataset, test: Dataset) -> None:
         raise BadInput(f"client {unknown[0]!r} has test data but no training data (clients: {known})")
 
 
-def _are_arrays(targets: Any) -> bool:
-    """Return whether targets are a pair of arrays, as another (x, y) is."""
-    return isinstance(targets, tuple) and len(targets) == 2 and all(getattr(part, "ndim", 0) for part in targets)
+def _are_train_and_test(one: Any, two: Any) -> bool:
+    """Return whether two values are a pair (x, y) each, and not several inputs and their targets."""
+    pairs = [
+        value
+        for value in (one, two)
+        if isinstance(value, tuple) and len(value) == 2 and all(getattr(part, "ndim", 0) for part in value)
+    ]
+    sizes = {len(part) for pair in pairs for part in pair}
+    return len(pairs) == 2 and (len(sizes) > 1 or all(a.shape[1:] == b.shape[1:] for a, b in zip(*pairs, strict=True)))
 
 
 def as_model(model: nn.Module | Factory | str, data: Dataset, seed: int) -> nn.Module:

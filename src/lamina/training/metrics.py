@@ -18,7 +18,7 @@ from lamina.base.registry import import_named
 if TYPE_CHECKING:
     from torch import Tensor
 
-Values = tuple["Tensor", ...]
+Values = tuple[Any, ...]  # tensors with the samples on their first axis; for a user's metric, what the model returns
 
 # the columns of each diagnostic (lamina/diagnostics.py)
 DIAGNOSTICS = {
@@ -45,11 +45,13 @@ NEEDS_LABELS = "needs class labels, and one output per class or one logit for tw
 class Batch(NamedTuple):
     """Some samples and what the model makes of them; the first axis of every tensor counts the samples.
 
-    Outputs and targets of a causal language model are aligned: the target of a position is the token that follows it.
+    A user's metric gets all that the model returns, uncut, and targets in the form of the data's; lamina's own get a
+    tensor each. Logits and targets of a causal language model are aligned: the target of a position is the token that
+    follows it.
     """
 
-    outputs: Tensor
-    targets: Tensor
+    outputs: Any
+    targets: Any
     losses: Tensor  # [n]
     hits: Tensor | None  # whether each prediction is right, in the targets' shape, where they are labels
     classes: int | None  # None if the targets are not labels
@@ -71,7 +73,7 @@ class Metric:
 
     Args:
         name: the name of its column.
-        function: a function of the outputs and the targets of all samples, as tensors, to one number.
+        function: a function of what the model returns and the targets, for all samples, to one number.
         larger_is_better: its direction.
         percent: whether tables and plots show the value, a fraction, in per cent.
         keep: what is kept of every batch, instead of outputs and targets, for `function`: tensors with the samples on
@@ -107,6 +109,14 @@ def _losses(batch: Batch) -> Values:
         return (batch.losses,)
     has_target = batch.counted.reshape(len(batch.losses), -1).any(1)
     return batch.losses.where(has_target, 0.0), has_target.to(batch.losses.dtype)
+
+
+def _label_losses(batch: Batch) -> Values:
+    """Return the sum of every sample's losses over its labels that count, and how many count."""
+    if batch.counted is None:
+        return (batch.losses,)
+    counts = batch.counted.reshape(len(batch.losses), -1).sum(1).to(batch.losses.dtype)
+    return batch.losses.where(counts > 0, 0.0) * counts, counts
 
 
 def _hits(batch: Batch) -> Values:
@@ -160,7 +170,8 @@ def _has_one_target_per_output(batch: Batch) -> bool:
     outputs, targets = batch.outputs, batch.targets
     if targets.dim() == 1 and not targets.is_floating_point() and batch.hits is None:  # a regression's, perhaps
         return False
-    return outputs.numel() == targets.numel() and outputs.shape[: targets.dim()] == targets.shape[: outputs.dim()]
+    fits: bool = outputs.shape[: targets.dim()] == targets.shape[: outputs.dim()]
+    return fits and bool(outputs.numel() == targets.numel())
 
 
 def _counts(batch: Batch) -> Values:
@@ -177,7 +188,7 @@ def _counts(batch: Batch) -> Values:
     counted = (actual >= 0) & (actual < classes)  # others, such as -100, are ignored
 
     def count(side: Tensor, where: Tensor) -> Tensor:
-        zeros = batch.outputs.new_zeros((len(side), classes))
+        zeros: Tensor = batch.outputs.new_zeros((len(side), classes))
         return zeros.scatter_add_(1, side.where(where, 0).long(), where.to(zeros.dtype))
 
     right = counted & (predicted == actual)
@@ -288,7 +299,7 @@ def _auroc(scores: Tensor, answers: Tensor) -> Tensor:
 
 LOSS = Metric("loss", mean, larger_is_better=False, keep=_losses)
 ACCURACY = Metric("accuracy", mean, percent=True, keep=_hits)
-PERPLEXITY = Metric("perplexity", _perplexity, larger_is_better=False, keep=_losses)
+PERPLEXITY = Metric("perplexity", _perplexity, larger_is_better=False, keep=_label_losses)
 AUROC = Metric("auroc", _auroc, percent=True, keep=_scores)
 METRICS: dict[str, Metric] = {
     metric.name: metric

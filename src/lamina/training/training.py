@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lamina.algorithms.contract import Algorithm
+from lamina.algorithms.contract import Algorithm, has_client_models
 from lamina.algorithms.rehearsal import is_user_defined, rehearse
 from lamina.base import rng
 from lamina.base.errors import BadInput, unknown
@@ -28,11 +28,13 @@ from lamina.data.matching import match
 from lamina.data.samples import describe_samples
 from lamina.engines.choice import Engine, choose_engine
 from lamina.engines.devices import Precision, arithmetic, check_model_fits, usable_precision
+from lamina.engines.personal import first_record, personal_model, unpack
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.layers.convolution import prepare_kernels
+from lamina.engines.stacked.rows import on_device
 from lamina.engines.state import RoundReport, State
 from lamina.models.registry import Factory
-from lamina.objective.objective import Objective, copy_module
+from lamina.objective.objective import Buffers, Objective, copy_module
 from lamina.rounds.clients import Heldout, deal, reserve
 from lamina.rounds.plan import Plan, RoundPlan
 from lamina.rounds.settings import TrainSettings
@@ -40,6 +42,7 @@ from lamina.training.diagnostics import Diagnostics, check_names
 from lamina.training.evaluation import (
     ClientSamples,
     Evaluation,
+    in_order,
     refuse_nonfinite,
     reserved_samples,
     round_row,
@@ -115,7 +118,7 @@ class Training:
         prepare_kernels(device, self.precision)  # in a thread, while this one builds the run
         module = as_model(model, train, protocol.seed)
         check_model_fits(module, device)
-        self.objective = Objective(module.to(device), protocol.loss)
+        self.objective = Objective(module.to(device), protocol.loss, protocol.private)
         check_model(self.objective)
         self.objective.refuse_rate(protocol.lr)  # one that is infinite in the model's type
         if is_user_defined(algorithm):
@@ -159,6 +162,8 @@ class Training:
             )
 
         names = tuple(options.diagnostics or ())
+        if names and self.objective.private is not None:
+            raise BadInput("diagnostics are about one model that all clients share: leave them out, or `private`")
         self.diagnostics = Diagnostics(names, algorithm, self.objective, self.train_data, self.plan)
         self.state, _ = self.start()
         self.history = History(metric=self.metric)
@@ -225,12 +230,13 @@ class Training:
     def start(self) -> tuple[State, Any]:
         """Return the state before round 1 and the initial state of a client."""
         state = State.start(self.algorithm, self.objective, self.plan.clients.count)
-        return state, self.algorithm.client_init(self.objective.start, self.objective.layers)
+        return state, first_record(self.algorithm, self.objective, state.server.x)
 
     @property
     def model(self) -> nn.Module:
         """A copy of the trained module in evaluation mode; later rounds do not change it."""
-        return copy_module(self.objective.module_at(self.state.server.x, self.state.buffers)).eval()
+        x = self.objective.whole(self.state.server.x)
+        return copy_module(self.objective.module_at(x, self.state.buffers)).eval()
 
     @property
     def has_stopped(self) -> bool:
@@ -245,7 +251,22 @@ class Training:
     def evaluate(self) -> dict[str, float]:
         """Return the loss and the metrics of the current model on the test data, and on clients' data if enabled."""
         with arithmetic(self.precision, self.deterministic):
-            return self.evaluation.run(self.objective, self.state.server.x, self.state.buffers)
+            return self.start_evaluation()()
+
+    def start_evaluation(self) -> Callable[[], dict[str, float]]:
+        """Start the evaluation of the current model, and of the clients' own models if they have any."""
+        state, has_own = self.state, self.objective.private is not None or has_client_models(self.algorithm)
+        x, model_of = self.objective.whole(state.server.x), self.client_parameters if has_own else None
+        return self.evaluation.start(self.objective, x, state.buffers, model_of)
+
+    def client_parameters(self, client: int) -> tuple[Tensor, Buffers]:
+        """Return the parameters and buffers of the model that a client uses."""
+        state, objective = self.state, self.objective
+        record = state.clients.get(client)
+        record = first_record(self.algorithm, objective, state.server.x) if record is None else record
+        record = on_device(record, self.device)
+        x, buffers = personal_model(objective, state.server.x, state.buffers, record)
+        return self.algorithm.client_model(x, unpack(objective, record).client), buffers
 
     def _client_samples(self, client_metrics: bool, chosen: Sequence[Metric] | None) -> list[ClientSamples]:
         """Return the clients' samples to evaluate on."""
@@ -267,7 +288,9 @@ class Training:
                 "client_metrics needs an accuracy (class labels, one output per class or one logit for two, a loss "
                 "other than 'mse') and clients that keep their data"
             )
-        return [ClientSamples("client_", "", self.train_data, parts, pooled=False), *reserved]
+        everyone = range(self.plan.clients.count)
+        own = ClientSamples("client_", "", self.train_data, parts, pooled=False, clients=everyone)
+        return [in_order(own) if self.objective.mixes_samples else own, *reserved]
 
 
 def evaluate_together(simulations: Sequence[Training], *, always: bool = False) -> list[dict[str, float]]:
@@ -277,7 +300,7 @@ def evaluate_together(simulations: Sequence[Training], *, always: bool = False) 
     """
     started = time.perf_counter()
     due = [one for one in simulations if always or one.state.round % one.options.evaluate_every == 0]
-    finish = {one: one.evaluation.start(one.objective, one.state.server.x, one.state.buffers) for one in due}
+    finish = {one: one.start_evaluation() for one in due}
     metrics = {one: finish[one]() for one in due}
     seconds = {"evaluation_seconds": (time.perf_counter() - started) / max(1, len(due))}
     return [metrics[one] | seconds if one in metrics else {} for one in simulations]

@@ -31,9 +31,9 @@ def own_loss(outputs, targets):
 
 
 @pytest.mark.parametrize(("settings", "passes"), [
-    ({}, 4 + 1),  # twice in both modes, and once for the rounding of gradients
-    ({"test": (X, Y)}, 4 + 1 + 1),
-    ({"test": (X, Y), "metrics": ["f1", "accuracy"], "loss": own_loss}, 4 + 1 + 1),
+    ({}, 4 + 2),  # twice in both modes, once for the gradients, and once for their rounding
+    ({"test": (X, Y)}, 4 + 2 + 1),
+    ({"test": (X, Y), "metrics": ["f1", "accuracy"], "loss": own_loss}, 4 + 2 + 1),
 ])  # fmt: skip
 def test_all_checks_share_the_passes(settings, passes):
     Counted.passes = 0

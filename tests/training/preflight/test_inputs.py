@@ -106,3 +106,32 @@ def test_padding_that_the_model_cannot_see_is_mentioned(caplog):
 def test_padding_with_a_mask_is_not(caplog):
     assert warnings(caplog, Masked(), (RAGGED, LABELS)) == []
     assert warnings(caplog, Words(), ([[1, 2, 3]] * 48, LABELS)) == []
+
+
+class Counting(nn.Embedding):
+    """A table of positions that takes the tokens only to count them, as that of BART does."""
+
+    def forward(self, ids):
+        return super().forward(torch.arange(ids.shape[1]).expand(len(ids), -1))
+
+
+class OfTables(nn.Module):
+    """Positions, and a table of words that no layer holds."""
+
+    def __init__(self, positions=6, words=11):
+        super().__init__()
+        self.places, self.table = Counting(positions, 4), nn.Parameter(torch.zeros(words, 4))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, ids):
+        return self.head((nn.functional.embedding(ids, self.table) + self.places(ids)).mean(1))
+
+
+def test_ids_are_compared_with_the_tables_that_they_are_read_from():
+    simulate(OfTables(), tokens()).run(1)
+    with pytest.raises(
+        lamina.BadInput, match=r"layer 'places' \(Counting\) gets the id 5 .* rows are 0 to 4: .* shorten"
+    ):
+        simulate(OfTables(positions=5), tokens())
+    with pytest.raises(lamina.BadInput, match=r"the table 'table' gets the id 10 .* rows are 0 to 8: map the ids"):
+        simulate(OfTables(words=9), tokens())

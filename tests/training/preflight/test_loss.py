@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 import lamina
 from kinds import Tokens, conv, draw, integers, linear
@@ -103,3 +104,80 @@ def test_a_loss_of_maps_gets_a_hint():
     images, maps = torch.randn(8, 3, 4, 4), torch.arange(8 * 16).reshape(8, 4, 4) % 3
     with pytest.raises(lamina.BadInput, match=r"not shape \[2, 4, 4\].*mean over a sample's other axes"):
         lamina.Simulation(nn.Conv2d(3, 3, 1), (images, maps), clients=2, loss=nn.CrossEntropyLoss(reduction="none"))
+
+
+class Two(nn.Module):
+    """A body and two heads, the second of which only large batches use, or none."""
+
+    def __init__(self, uses_second, recomputes=False):
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 3)
+        self.uses_second, self.recomputes = uses_second, recomputes
+
+    def forward(self, x):
+        hidden = self.body(x)
+        hidden = checkpoint(self.first, hidden, use_reentrant=True) if self.recomputes else self.first(hidden)
+        return hidden + self.second(self.body(x)) if self.uses_second(x) else hidden
+
+
+def test_parameters_that_never_receive_a_gradient_are_named(caplog):
+    simulate(Two(lambda x: False), (X, Y)).run(1)
+    (said,) = caplog.messages
+    assert said.startswith("2 trainable parameters of the model never receive a gradient (second.weight, second.bias)")
+    assert "(18 numbers); freeze them with requires_grad_(False), or use them in the loss" in said
+    caplog.clear()
+    frozen = Two(lambda x: False)
+    frozen.second.requires_grad_(False)
+    simulate(frozen, (X, Y))
+    simulate(Two(lambda x: True), (X, Y))
+    simulate(Two(lambda x: len(x) > 6), (X, Y))  # larger batches than a dry run's first
+    assert caplog.messages == []
+
+
+@pytest.mark.long  # torch takes long to checkpoint for the first time
+def test_activation_checkpointing_that_cuts_the_gradient_after_frozen_layers_is_explained(caplog):
+    model = Two(lambda x: True, recomputes=True)
+    model.body.requires_grad_(False)
+    simulate(model, (X, Y))
+    (said,) = caplog.messages
+    assert "(first.weight, first.bias)" in said
+    assert said.endswith("use_reentrant=True cuts the gradient after frozen layers: call checkpoint(..., "
+                         "use_reentrant=False)")  # fmt: skip
+    model.second.requires_grad_(False)
+    with pytest.raises(lamina.BadInput, match="does not depend on any trainable parameter; activation checkpointing"):
+        simulate(model, (X, Y))
+
+
+def test_a_loss_of_several_outputs_or_targets_is_checked_sample_by_sample():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(4, 5, num_layers=2, batch_first=True), nn.Linear(5, 3)
+
+        def forward(self, x):
+            out, state = self.lstm(x)
+            return {"scores": self.head(out[:, -1]), "state": state}
+
+    def loss(outputs, targets):
+        sizes = outputs["state"][0][-1].square().sum(1)  # [layers, n, units]: the samples are not first
+        return F.cross_entropy(outputs["scores"], targets["kind"], reduction="none") + (sizes - targets["size"]) ** 2
+
+    data = draw(12, 3, 4), {"kind": Y, "size": draw(12)}
+    simulate(Recurrent(), data, loss=loss)
+    with pytest.raises(lamina.BadInput, match=r"the loss mixes samples.*own row of outputs and targets, or"):
+        simulate(Recurrent(), data, loss=lambda o, t: loss(o, t) - loss(o, t).mean())
+    with pytest.raises(lamina.BadInput, match=r"KeyError: 'other'.* it gets the dict that the model returns$"):
+        simulate(Recurrent(), data, loss=lambda o, t: o["other"])
+    with pytest.raises(lamina.BadInput, match=r"one tensor of targets, and there are 2 \(y\['kind'\], y\['size'\]"):
+        simulate(linear(3), (X, data[1]))
+
+
+@pytest.mark.filterwarnings("ignore:std")  # torch's, of the deviation of one sample
+@pytest.mark.parametrize(("function", "message"), [
+    (lambda o, t: F.cross_entropy(o, t, reduction="none"), r"not torch.float64 values of shape \[6\]; for one"),
+    (lambda o, t: 0.5, "must return one number as a tensor with a gradient, not a float"),
+    (lambda o, t: o.std(0).log().sum(), "is nan for a batch of 1 sample, the smallest of a client: choose"),
+])  # fmt: skip
+def test_a_loss_of_a_whole_batch_that_is_not_a_number_is_refused(function, message):
+    with pytest.raises(lamina.BadInput, match=message):
+        simulate(linear(3), (X, Y), loss=losses.per_batch(function), batch_size=5)

@@ -1,5 +1,8 @@
 """Outputs that do not fit the labels, that are ignored, or that are not what the loss and the accuracy need."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -43,15 +46,31 @@ class Returns(nn.Module):
         return self.result(self.layer(x))
 
 
-@pytest.mark.parametrize("result", [lambda h: (h, 2 * h), lambda h: [h, h, h], lambda h: (h, "state")])
-def test_outputs_that_are_ignored_are_counted(caplog, result):
+@pytest.mark.parametrize(("result", "taken", "ignored"), [
+    (lambda h: (h, 2 * h), r"tuple: .* \[0\]", r"\[1\]"),
+    (lambda h: [h, h, [h]], r"list: .* \[0\]", r"\[1\], \[2\]"),
+    (lambda h: {"aux": h, "logits": h}, r"dict: .* \['logits'\]", r"\['aux'\]"),
+    (lambda h: SimpleNamespace(logits=h, value=h), r"SimpleNamespace: .* \.logits", r"\.value"),
+])  # fmt: skip
+def test_outputs_that_a_named_loss_ignores_are_named(caplog, result, taken, ignored):
     simulate(Returns(result), (X, Y), test=(X, Y))
     (said,) = caplog.messages
-    count = len(result(X))
-    assert said == f"the model returns {count} values: the loss and the metrics get the first, the others are ignored"
+    words = taken.replace(".*", "the loss 'cross_entropy' takes its element")
+    assert re.match(f"the model returns a {words} and ignores {ignored}; to use them, give a loss", said)
+    caplog.clear()
+    simulate(Returns(result), (X, Y), loss=lambda outputs, targets: sum(all_of(outputs)).sum(1), engine="loop")
+    assert caplog.messages == []
 
 
-@pytest.mark.parametrize("result", [lambda h: h, lambda h: (h,), lambda h: {"logits": h, "hidden": h}])
+def all_of(outputs):
+    """Return all tensors, in a test's own way."""
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    values = outputs if isinstance(outputs, tuple | list) else getattr(outputs, "__dict__", outputs).values()
+    return [tensor for value in values for tensor in all_of(value)]
+
+
+@pytest.mark.parametrize("result", [lambda h: h, lambda h: (h,), lambda h: (h, "state"), lambda h: {"logits": h}])
 def test_one_output_needs_no_warning(caplog, result):
     simulate(Returns(result), (X, Y))
     assert caplog.messages == []

@@ -13,7 +13,8 @@ X, Y = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.ara
 
 def test_every_check_is_in_a_list():
     listed = {*preflight.MODEL, *preflight.TRAINING_AND_TEST_DATA, *preflight.TRAINING_DATA}
-    called_by_name = {"check_settings", "check_alike", "check_lone_samples", "check_metrics", "warn_of_padding"}
+    called_by_name = {"check_settings", "check_alike", "check_lone_samples", "check_metrics", "check_small_batches",
+                      "warn_of_padding", "check_augmentation"}  # fmt: skip
     modules = (preflight.inputs, preflight.loss, preflight.metrics, preflight.model, preflight.outputs,
                preflight.targets)  # fmt: skip
     for module in modules:

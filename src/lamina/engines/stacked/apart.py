@@ -21,13 +21,13 @@ from lamina.engines.stacked.probe import reads_values
 from lamina.engines.stacked.rows import map_record
 from lamina.engines.stacked.steps import LocalWork, StackedObjective
 from lamina.engines.state import copy_buffers
-from lamina.objective.batch import Inputs
+from lamina.objective.batch import Inputs, Targets
 from lamina.objective.objective import Objective
 
 SLOTS = 4  # eight are hardly faster, and each needs memory for its activations
 
 
-def why_not_captured(objective: Objective, sample: tuple[Inputs, Tensor]) -> str:
+def why_not_captured(objective: Objective, sample: tuple[Inputs, Targets]) -> str:
     """Return why a step of the module cannot be captured, or an empty string; on a GPU one is captured as a trial."""
     inputs, targets = sample
     parameters = objective.layers.unflatten(objective.start)

@@ -26,9 +26,11 @@ from torch import Tensor
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
 from lamina.base.errors import BadInput, Diverged
 from lamina.data.dataset import Dataset
+from lamina.data.feed import as_augmentation
 from lamina.data.parts import Indices
 from lamina.engines.devices import arithmetic
-from lamina.engines.loop import FIXED_CHUNK, Loop
+from lamina.engines.loop import FIXED_CHUNK
+from lamina.engines.personal import keep, see, unpack
 from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.apart import Apart
 from lamina.engines.stacked.feed import BatchFeed
@@ -36,6 +38,7 @@ from lamina.engines.stacked.forward import CapturedForward, Forward, StackedForw
 from lamina.engines.stacked.graphs import Graphs
 from lamina.engines.stacked.independence import parts_of
 from lamina.engines.stacked.memory import Memory
+from lamina.engines.stacked.one_row import empty_upload, explain, model_of, record_of
 from lamina.engines.stacked.rows import (
     Member,
     Outcome,
@@ -118,7 +121,8 @@ class Stacked:
 
     @functools.cached_property
     def _problem(self) -> StackedObjective:
-        return StackedObjective(self.objective, self.data, self.forward, self.protocol.augmentation)
+        augmentation = as_augmentation(self.protocol.augmentation)
+        return StackedObjective(self.objective, self.data, self.forward, augmentation)
 
     def run_round(self, state: State, plan: RoundPlan, ahead: PlanAhead | None = None) -> tuple[State, RoundReport]:
         """Run one round of one experiment; `ahead` is called while a GPU works on it."""
@@ -141,7 +145,7 @@ class Stacked:
             self._run(chunks, lambda chunk: self._add_full_gradients(now, chunk))
         for e, member in enumerate(members):
             mean = self._mean_gradient(now, e, ranks) if needs.control_variate else None
-            plan, layers = member.plan, self.objective.layers
+            plan, layers = member.plan, self.objective.shared_layers
             info = ServerInfo(plan.number, plan.lr, layers, plan.participation, mean_gradient=mean)
             now.downs.append(member.algorithm.broadcast(member.state.server, info))
         now.sums = [self._empty_sums(member) for member in members]
@@ -149,7 +153,8 @@ class Stacked:
         # a chunk that does not fit the GPU's memory is run again: `_add` adds nothing before all memory is there
         self._run(chunks, lambda chunk: self._add(now, chunk, self._train(now, chunk)))
         if ranks.world > 1:
-            layouts = [self._empty_upload(member, down) for member, down in zip(members, now.downs, strict=True)]
+            pairs, trust = zip(members, now.downs, strict=True), self.record_trust_ratios
+            layouts = [empty_upload(self.objective, member, down, trust) for member, down in pairs]
             ranks.combine(now.sums, layouts, now.failed)
         return [self._close(now, e) for e in range(len(members))]
 
@@ -161,9 +166,9 @@ class Stacked:
         if e in now.failed:
             return now.failed[e]
         member, sums = now.members[e], now.sums[e]
-        layers, down = self.objective.layers, now.downs[e]
+        objective, down = self.objective, now.downs[e]
         try:
-            return close_round(member.algorithm, layers, member.state, member.plan, down, sums, now.clients[e])
+            return close_round(member.algorithm, objective, member.state, member.plan, down, sums, now.clients[e])
         except Diverged as error:
             return error
 
@@ -172,17 +177,16 @@ class Stacked:
     def _train(self, now: RoundInProgress, chunk: list[Row]) -> Trained:
         """Let every row's client train, from the broadcast to the upload; a GPU may still be working on it."""
         members = {e: now.members[e] for e in {row.member for row in chunk}}
-        first, like = members[chunk[0].member], self.objective.start
+        first, like, layout = members[chunk[0].member], self.objective.start, self.forward.layout
         clients = first.state.ledger.clients * len(now.members)
         home = self.memory.choose_client_home(first.algorithm, first.state.server.x, self.objective, clients)
         algorithm = row_algorithm(chunk, members, like)
         downs = {e: self._in_layout(now.downs[e]) for e in members}
         down = stack_records([downs[row.member] for row in chunk])
-        client = stack_records(self._client_records(now, chunk, home))
-        client = self._in_layout(on_device(client, self.objective.device))
-        buffers = {
-            n: torch.stack([members[row.member].state.buffers[n] for row in chunk]) for n in self.objective.buffers
-        }
+        records = on_device(stack_records(self._client_records(now, chunk, home)), self.objective.device)
+        kept = unpack(self.objective, records)
+        client = self._in_layout(kept.client)
+        buffers = self._row_buffers(now, chunk) | {name: value.clone() for name, value in kept.buffers.items()}
         batches, filled = self.feed.batches(now, chunk)
         steps = (filled > 0).sum(1)  # of every row
         needs = algorithm.needs(first.plan.number)
@@ -193,6 +197,9 @@ class Stacked:
             steps=float(steps[0]) if (steps == steps[0]).all() else column(steps, like),
             full_gradient=torch.stack([now.gradients[row] for row in chunk]) if needs.full_gradient else None,
         )
+        if kept.server is not None:
+            gradients = torch.stack([now.gradients[row] for row in chunk]) if needs.control_variate else None
+            down = see(algorithm, self.objective, down, kept, info, gradients, layout)
         # made before the GPU is busy: the host would wait for it otherwise
         row_weights = self._row_weights(now, chunk)
         relative = self._relative_weights(now, chunk) if algorithm.state_changes else None
@@ -204,13 +211,15 @@ class Stacked:
             algorithm, local, down, buffers, batches, info.lr, clip, needs.control_variate, needs.second_gradient
         )  # fmt: skip
         local, losses = self._take_steps(self._problem, work, filled)
-        sent, client = algorithm.finish(local, down, client, info)
+        up, client = algorithm.finish(local, down, client, info)
+        trained = (local, up, self._in_usual_order(client))
+        sent, record = keep(algorithm, self.objective, kept, trained, buffers, info, layout)
         return Trained(
             losses=losses / send(steps, self.objective.device),
             sent=sent,
             up=sent if relative is None else undo_weighting(algorithm, sent, relative),
-            client=on_device(self._in_usual_order(client), home),
-            buffers=buffers,
+            client=on_device(record, home),
+            buffers=self.objective.shared_buffers(buffers),
             ratios=algorithm.trust_ratios(local) if self.record_trust_ratios else None,
             row_weights=row_weights,
         )
@@ -252,7 +261,7 @@ class Stacked:
             is_finite = np.isfinite(total.double().tolist())
             for r in map(int, np.flatnonzero(~is_finite)):
                 if chunk[r].member not in now.failed:
-                    now.failed[chunk[r].member] = self._explain(now, chunk[r], self._in_usual_order(row_of(up, r)))
+                    now.failed[chunk[r].member] = self._explain(now, chunk[r], row_of(up, r))
             totals, steps = self._totals(now, chunk, trained, self._row_weights(now, chunk)), {}
             again = chunk_distances(chunk, up.delta.double(), now.sums, totals, self._to_layout)
             spread, gaps = (np.array(values.tolist()) for values in again)
@@ -284,8 +293,13 @@ class Stacked:
         steps = {}
         for e, (up, buffers) in totals.items():
             member, sums = now.members[e], dataclasses.replace(now.sums[e], up=up, buffers=buffers)
-            steps[e] = step_server(member.algorithm, self.objective.layers, member.state, member.plan, sums)
+            steps[e] = step_server(member.algorithm, self.objective, member.state, member.plan, sums)
         return steps
+
+    def _row_buffers(self, now: RoundInProgress, chunk: list[Row]) -> Buffers:
+        """Return the server's buffers for every row [rows, ...]."""
+        states = [now.members[row.member].state for row in chunk]
+        return {name: torch.stack([state.buffers[name] for state in states]) for name in self.objective.buffers}
 
     def _take_steps(self, problem: StackedObjective, work: LocalWork, filled: Indices) -> tuple[Any, Tensor]:
         """Return the local state after all steps, and the sum of every row's losses."""
@@ -305,8 +319,7 @@ class Stacked:
                 records.append(on_device(record, home))
                 continue
             if row.member not in new:
-                member = now.members[row.member]
-                record = member.algorithm.client_init(member.state.server.x, self.objective.layers)
+                record = record_of(self.objective, now, row)
                 if all(value is None for value in record):
                     return [record]
                 new[row.member] = on_device(record, home)
@@ -364,21 +377,10 @@ class Stacked:
     def _empty_sums(self, member: Member) -> RoundSums:
         """Return zeros, and what every rank knows from the plan alone."""
         weights = client_weights(member.plan, member.protocol.by_examples)
-        buffers = {n: torch.zeros_like(b) for n, b in member.state.buffers.items() if b.is_floating_point()}
+        shared = self.objective.shared_buffers(member.state.buffers)
+        buffers = {n: torch.zeros_like(b) for n, b in shared.items() if b.is_floating_point()}
         steps = float(np.dot(weights, member.plan.steps))
         return RoundSums(buffers=buffers, steps=steps, weights=weights, aggregation=self.protocol.aggregation)
-
-    def _empty_upload(self, member: Member, down: Any) -> tuple[Any, Tensor]:
-        """Return an upload and trust ratios of zeros, which tell an empty rank what the others send in this round."""
-        x, layers = member.state.server.x, self.objective.layers
-        needs = member.algorithm.needs(member.plan.number)
-        info = ClientInfo(member.plan.number, member.plan.lr, layers, full_gradient=x if needs.full_gradient else None)
-        client = member.algorithm.client_init(x, layers)
-        local = member.algorithm.begin(down, client, info)
-        up, _ = member.algorithm.finish(local, down, client, info)
-        ratios = member.algorithm.trust_ratios(local) if self.record_trust_ratios else None
-        trust = x.new_zeros(0) if ratios is None else torch.zeros_like(ratios)
-        return map_record(torch.zeros_like, up), trust
 
     # --- gradients over all data ----------------------------------------------------------------------------------
 
@@ -398,9 +400,9 @@ class Stacked:
             line[: len(positions)], line[len(positions) :] = positions, positions[0]
         index = send(padded.reshape(len(chunk), steps, batch), device)
         filled = np.clip(sizes[:, None] - batch * np.arange(steps), 0, batch)
-        states = [now.members[row.member].state for row in chunk]
-        y = self._to_layout(torch.stack([state.server.x for state in states]))
-        buffers = {n: torch.stack([state.buffers[n] for state in states]) for n in self.objective.buffers}
+        models = [model_of(self.objective, now, row) for row in chunk]
+        y = self._to_layout(torch.stack([x for x, _ in models]))
+        buffers = {n: torch.stack([values[n] for _, values in models]) for n in self.objective.buffers}
         batches = Batches(index, send(filled, device), None, None)
         work = LocalWork(SumOfGradients(), Summing(y, torch.zeros_like(y)), NoBroadcast(), buffers, batches, 0.0)
         problem = StackedObjective(self.objective, self.data, self.forward, summed=True)
@@ -414,11 +416,15 @@ class Stacked:
         if isinstance(self.protocol.aggregation, Mean):
             mean = torch.zeros_like(member.state.server.x)
             for row in rows:
-                mean = mean + row.weight * now.gradients[row]
-            return self._to_usual_order(ranks.add(mean))
-        vectors = [now.gradients[row] for row in sorted(rows, key=lambda row: row.c)]
+                mean = mean + row.weight * self._shared_gradient(now, row)
+            return ranks.add(mean)
+        vectors = [self._shared_gradient(now, row) for row in sorted(rows, key=lambda row: row.c)]
         weights = client_weights(member.plan, member.protocol.by_examples)
-        return self._to_usual_order(combine_vectors(self.protocol.aggregation, vectors, weights))
+        return combine_vectors(self.protocol.aggregation, vectors, weights)
+
+    def _shared_gradient(self, now: RoundInProgress, row: Row) -> Tensor:
+        """Return the shared part of a row's full gradient, in the usual order."""
+        return self.objective.shared_part(self._to_usual_order(now.gradients[row]))
 
     # --- the order of a vector's elements -------------------------------------------------------------------------
 
@@ -435,15 +441,6 @@ class Stacked:
         return to_layout(values, self.forward.layout, back=True)
 
     def _explain(self, now: RoundInProgress, row: Row, up: Any) -> Diverged:
-        """Return where a row's values stopped being finite: the loop runs that client again and checks every step."""
-        member, layers = now.members[row.member], self.objective.layers
-        plan, client = member.plan, member.state.clients.get(now.client_id(row))
-        client = member.algorithm.client_init(member.state.server.x, layers) if client is None else client
-        client = on_device(client, self.objective.device)  # it may be kept on the host
+        """Return where a row's values stopped being finite."""
         gradient = self._to_usual_order(now.gradients[row]) if row in now.gradients else None
-        info = ClientInfo(plan.number, plan.lr, layers, float(plan.steps[row.c]), gradient)
-        loop = Loop(member.algorithm, self.objective, self.data, member.protocol)
-        try:
-            loop.explain(now.downs[row.member], client, member.state.buffers, info, plan, row.c, up)
-        except Diverged as error:
-            return error
+        return explain(self.objective, self.data, now, row, self._in_usual_order(up), gradient)

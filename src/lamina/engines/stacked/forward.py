@@ -28,10 +28,12 @@ from lamina.engines.stacked.layers.modules import (
 )
 from lamina.engines.stacked.layers.per_client import PerClient, Samples, StackedLayer
 from lamina.engines.stacked.probe import FULL, PADDED, PROBE_CLIENTS, ProbeCase, odd_samples, reads_values, value_read
-from lamina.objective.batch import Inputs, arguments, map_batch, outputs_of
+from lamina.objective.batch import Inputs, Targets, arguments, map_batch, take, tensors
 from lamina.objective.dropout import dropping_half, set_streams, stream_layers
 from lamina.objective.layers import ChannelsLast
+from lamina.objective.losses import takes_tensors
 from lamina.objective.objective import Buffers, Objective
+from lamina.objective.outputs import outputs_of, tensors_in
 
 Parameters = Mapping[str, Tensor]  # by name, each [C, ...]
 
@@ -87,7 +89,7 @@ class StackedForward:
         return self.precision == "bf16" and is_matrix and name not in self.used_directly
 
     def losses(
-        self, parameters: Parameters, buffers: Buffers, inputs: Inputs, targets: Tensor, mask: Tensor | None,
+        self, parameters: Parameters, buffers: Buffers, inputs: Inputs, targets: Targets, mask: Tensor | None,
         *, train: bool, streams: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the losses of all samples [C, B].
@@ -95,7 +97,7 @@ class StackedForward:
         `buffers` ([C, ...] each) are updated in place in training mode. `streams` [C] are the random streams of the
         dropout masks; the default is stream 0.
         """
-        clients, batch = targets.shape[:2]
+        clients, batch = tensors(targets)[0].shape[:2]
         args, kwargs = arguments(map_batch(self._folded, inputs))
         self.objective.set_mode(self.module, train)
         for layer in self.batch_norms:
@@ -108,12 +110,12 @@ class StackedForward:
         dtype = torch.bfloat16 if self.precision == "bf16" else self.objective.dtype
         of_pass = self.samples.of_pass(clients, batch, dtype, train)
         with of_pass, unread_masks(), self.objective.functional.in_training(train):
-            outputs = outputs_of(functional_call(self.module, state, args, kwargs, tie_weights=False))
-        if isinstance(outputs, PerClient):
+            outputs = functional_call(self.module, state, args, kwargs, tie_weights=False)
+        outputs = outputs_of(outputs) if takes_tensors(self.objective.loss) else outputs
+        if any(isinstance(values, PerClient) for values in tensors_in(outputs)):
             raise CannotStack("the module's outputs do not have the samples on one axis")
-        outputs = outputs.to(self.objective.dtype) if outputs.is_floating_point() else outputs
-        losses: Tensor = self.objective.loss(outputs, targets.flatten(0, 1))
-        return losses.reshape(clients, batch)
+        together = map_batch(lambda values: values.flatten(0, 1), targets)
+        return self.objective.losses(self.objective.in_own_type(outputs), together).reshape(clients, batch)
 
     def frozen(self) -> Parameters:
         """Return the frozen parameters in the type that the pass uses; rounded once, not in every step."""
@@ -153,7 +155,7 @@ class CapturedForward:
         return name in self._rounded
 
     def gradients(
-        self, parameters: Parameters, buffers: Buffers, inputs: Inputs, targets: Tensor,
+        self, parameters: Parameters, buffers: Buffers, inputs: Inputs, targets: Targets,
         *, train: bool, streams: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
         """Return the gradient of the mean loss by name [1, ...], or of the sum unless `train`, and that loss [1].
@@ -161,10 +163,12 @@ class CapturedForward:
         The backward pass runs while the module holds the parameters: it may run parts of the module again.
         """
         (own, own_buffers), own_inputs = _only_client(parameters, buffers), map_batch(_squeezed, inputs)
-        weights = None if train else torch.ones(targets.shape[1], dtype=self.objective.dtype, device=targets.device)
+        own_targets = map_batch(_squeezed, targets)
+        count = len(tensors(own_targets)[0])
+        weights = None if train else torch.ones(count, dtype=self.objective.dtype, device=self.objective.device)
         with unread_masks():
             gradients, loss = self.objective.gradient_at(
-                own, own_buffers, own_inputs, targets.squeeze(0), train=train, streams=streams, weights=weights
+                own, own_buffers, own_inputs, own_targets, train=train, streams=streams, weights=weights
             )
         return {name: gradient.unsqueeze(0) for name, gradient in gradients.items()}, loss.unsqueeze(0)
 
@@ -200,7 +204,7 @@ def _squeezed(values: Tensor) -> Tensor:
 
 
 def choose_forward(
-    objective: Objective, sample: tuple[Inputs, Tensor], precision: Precision
+    objective: Objective, sample: tuple[Inputs, Targets], precision: Precision
 ) -> tuple[StackedForward | None, str]:
     """Return the stacked forward pass, or None and why the module has none.
 
@@ -233,7 +237,7 @@ def choose_forward(
     return forward, ""
 
 
-def _compare(forward: StackedForward, objective: Objective, inputs: Inputs, targets: Tensor) -> None:
+def _compare(forward: StackedForward, objective: Objective, inputs: Inputs, targets: Targets) -> None:
     """Raise `CannotStack` if a forward pass does not give the gradients of the module itself."""
     try:
         _probe(forward, objective, inputs, targets, tolerance=1e-9 if objective.dtype == torch.float64 else 1e-3)
@@ -242,7 +246,9 @@ def _compare(forward: StackedForward, objective: Objective, inputs: Inputs, targ
             raise
         try:  # rounding may flip a ReLU in float32, which float64 tells from a real mismatch
             exact = objective.in_type(torch.float64)
-            _probe(StackedForward(exact), exact, map_batch(_doubled, inputs), _doubled(targets), tolerance=1e-9)
+            _probe(
+                StackedForward(exact), exact, map_batch(_doubled, inputs), map_batch(_doubled, targets), tolerance=1e-9
+            )
         except Exception:  # it is one, or the module cannot compute in float64
             raise mismatch from None
 
@@ -251,18 +257,18 @@ def _doubled(values: Tensor) -> Tensor:
     return values.double() if values.is_floating_point() else values
 
 
-def _probe(forward: StackedForward, objective: Objective, inputs: Inputs, targets: Tensor, tolerance: float) -> None:
+def _probe(forward: StackedForward, objective: Objective, inputs: Inputs, targets: Targets, tolerance: float) -> None:
     """Compare clients trained together with clients trained alone, to find layers that mix the samples of a batch."""
     _find_samples(forward, objective, inputs, targets)
     x, own_batches = objective.start, functools.partial(unfold_clients, clients=PROBE_CLIENTS)
-    stacked_inputs, stacked_targets = map_batch(own_batches, inputs), own_batches(targets)
+    stacked_inputs, stacked_targets = map_batch(own_batches, inputs), map_batch(own_batches, targets)
     scale = 1 + 0.1 * torch.arange(PROBE_CLIENTS, dtype=x.dtype, device=x.device).unsqueeze(1)
     flat = (x * scale).requires_grad_()
     buffers = {n: torch.stack([b] * PROBE_CLIENTS) for n, b in objective.buffers.items()}
     for train, case in ((False, PADDED), (True, FULL), (True, PADDED)):  # rounds evaluate with a mask only
         clients = case.clients
         padded = functools.partial(_with_padding, case=case)
-        xs, ys = map_batch(padded, stacked_inputs), padded(stacked_targets)
+        xs, ys = map_batch(padded, stacked_inputs), map_batch(padded, stacked_targets)
         mask = (torch.arange(case.batch, device=x.device) < case.real).expand(clients, -1)
         trial_buffers = {n: b[:clients].clone() for n, b in buffers.items()}
         views = objective.layers.unflatten(flat[:clients])
@@ -271,8 +277,7 @@ def _probe(forward: StackedForward, objective: Objective, inputs: Inputs, target
         (gradient,) = torch.autograd.grad(means.sum(), flat)
         for i in range(clients):
             alone_buffers = {n: b.clone() for n, b in objective.buffers.items()}
-            own_inputs = map_batch(lambda v, i=i, case=case: v[i, : case.real], stacked_inputs)  # type: ignore[misc]
-            own_targets = stacked_targets[i, : case.real]
+            own_inputs, own_targets = (take(part, (i, slice(case.real))) for part in (stacked_inputs, stacked_targets))
             alone, _ = objective.gradient(flat[i].detach(), alone_buffers, own_inputs, own_targets, train=train)
             # a NaN or an infinity at the start is for the run to report
             odd = ~alone.isfinite() & ~gradient[i].isfinite()
@@ -282,13 +287,13 @@ def _probe(forward: StackedForward, objective: Objective, inputs: Inputs, target
                 raise CannotStack("the module mixes samples of a batch, or uses parameters in an unknown way")
 
 
-def _try_types(forward: StackedForward, objective: Objective, inputs: Inputs, targets: Tensor) -> None:
+def _try_types(forward: StackedForward, objective: Objective, inputs: Inputs, targets: Targets) -> None:
     """Differentiate in the types of the run; torch raises an error if an operation does not take them."""
     flat = objective.start.expand(PROBE_CLIENTS, -1).detach().requires_grad_()
     parameters = rounded(forward, objective.layers.unflatten(flat))
     buffers = {n: torch.stack([b] * PROBE_CLIENTS) for n, b in objective.buffers.items()}
     own_batches = functools.partial(unfold_clients, clients=PROBE_CLIENTS)
-    xs, ys = map_batch(own_batches, inputs), own_batches(targets)
+    xs, ys = map_batch(own_batches, inputs), map_batch(own_batches, targets)
     torch.autograd.grad(forward.losses(parameters, buffers, xs, ys, None, train=True).sum(), flat)
 
 
@@ -298,10 +303,10 @@ def _with_padding(values: Tensor, case: ProbeCase) -> Tensor:
     return torch.cat([values[: case.clients, : case.real], others], 1)
 
 
-def _find_samples(forward: StackedForward, objective: Objective, inputs: Inputs, targets: Tensor) -> None:
+def _find_samples(forward: StackedForward, objective: Objective, inputs: Inputs, targets: Targets) -> None:
     """Let a forward pass find the axes of the samples; refuse buffers that change, except those stored per client."""
     chosen = odd_samples(objective, inputs, targets)
-    xs, ys = map_batch(lambda values: values[chosen].unsqueeze(0), inputs), targets[chosen].unsqueeze(0)
+    xs, ys = (map_batch(lambda values: values[chosen].unsqueeze(0), part) for part in (inputs, targets))
     parameters = objective.layers.unflatten(objective.start.unsqueeze(0).requires_grad_())
     for train in (False, True):
         buffers = {n: b.unsqueeze(0).clone() for n, b in objective.buffers.items()}

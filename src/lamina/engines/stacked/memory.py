@@ -16,11 +16,12 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm
 from lamina.base.errors import BadInput
+from lamina.engines.personal import first_record
 from lamina.engines.stacked.forward import CapturedForward, rounded
 from lamina.engines.stacked.gpu.launch import recording
 from lamina.engines.stacked.steps import Batches, StackedObjective
 from lamina.objective.objective import Objective
-from lamina.rounds.ledger import payload_bytes
+from lamina.rounds.ledger import upload_bytes
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Memory:
         if self.client_home is None:
             self.client_home = self.device
             if self.device.type == "cuda":
-                size = sum(payload_bytes(algorithm.client_init(x, objective.layers)).values())
+                size = upload_bytes(first_record(algorithm, objective, x))
                 if size * clients > CLIENT_STATE_FRACTION * free_bytes(self.device):
                     self.client_home = torch.device("cpu")
                     log.info("keeping the clients' state on the host: all of it would fill the GPU")

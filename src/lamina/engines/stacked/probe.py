@@ -22,7 +22,7 @@ from lamina.base.errors import LaminaError
 from lamina.engines.stacked.layers.attention_masks import unread_masks
 from lamina.objective import functional_dropout
 from lamina.objective import objective as objective_module
-from lamina.objective.batch import Inputs, map_batch, tensors
+from lamina.objective.batch import Inputs, Targets, map_batch, tensors
 from lamina.objective.objective import Objective
 
 MOST_SCANNED = 1 << 21  # numbers of a data set that are searched for extreme samples
@@ -77,7 +77,7 @@ def probe_samples(x: Inputs) -> Tensor:
     return usable[torch.cat([batch[places % len(batch)] for batch in batches])] * step
 
 
-def value_read(objective: Objective, module: torch.nn.Module, inputs: Inputs, targets: Tensor) -> str:
+def value_read(objective: Objective, module: torch.nn.Module, inputs: Inputs, targets: Targets) -> str:
     """Return how the module or the loss lets a result depend on the values of the whole batch, or an empty string.
 
     Several clients at once are one batch, so a Python branch on a value (``if x.max() > 3``) would decide for all.
@@ -86,7 +86,9 @@ def value_read(objective: Objective, module: torch.nn.Module, inputs: Inputs, ta
     """
     chosen = odd_samples(objective, inputs, targets)
     _Watched.batch = len(chosen) if len(chosen) in ODD_BATCHES else 0
-    watched, targets = map_batch(lambda values: values[chosen].as_subclass(_Watched), inputs), targets[chosen]
+    watched, compared = (
+        map_batch(lambda values: values[chosen].as_subclass(_Watched), part) for part in (inputs, targets)
+    )
     parameters = {n: p.as_subclass(_Watched) for n, p in objective.layers.unflatten(objective.start).items()}
     with rng.forked(objective.device):
         for train in (True, False):
@@ -94,7 +96,7 @@ def value_read(objective: Objective, module: torch.nn.Module, inputs: Inputs, ta
             try:
                 with unread_masks():
                     outputs = objective.outputs_at(parameters, buffers, watched, train=train, module=module)
-                objective.loss(outputs, targets.as_subclass(_Watched))
+                objective.losses(outputs, compared)
             except _DependsOnBatch as found:
                 return str(found)
             except LaminaError:
@@ -105,13 +107,14 @@ def value_read(objective: Objective, module: torch.nn.Module, inputs: Inputs, ta
     return ""
 
 
-def odd_samples(objective: Objective, inputs: Inputs, targets: Tensor) -> Tensor:
+def odd_samples(objective: Objective, inputs: Inputs, targets: Targets) -> Tensor:
     """Return the indices of samples whose number divides no other size in the model, if there is such a number."""
     shapes = [*objective.layers.shapes.values(), *(b.shape for b in objective.buffers.values())]
-    shapes += [tuple(values.shape[1:]) for values in (*tensors(inputs), targets)]
+    shapes += [tuple(values.shape[1:]) for values in (*tensors(inputs), *tensors(targets))]
     sizes = {size for shape in (*shapes, *(p.shape for p in objective.frozen.values())) for size in shape}
-    number = next((n for n in ODD_BATCHES if not any(size % n == 0 for size in sizes)), len(targets))
-    return torch.arange(number, device=objective.device) % len(targets)
+    count = len(tensors(targets)[0])
+    number = next((n for n in ODD_BATCHES if not any(size % n == 0 for size in sizes)), count)
+    return torch.arange(number, device=objective.device) % count
 
 
 def reads_values(work: Callable[[], object]) -> bool:

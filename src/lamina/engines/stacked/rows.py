@@ -124,7 +124,7 @@ def rows_of(record: Any) -> list[Any]:
 
 def row_sums(record: Any) -> list[Tensor]:
     """The sum of every row of every field."""
-    return [value.sum(-1) for value in record if value is not None]
+    return [value.reshape(len(value), -1).sum(-1) for value in record if value is not None]
 
 
 def row_buffers(buffers: Buffers, r: int) -> Buffers:

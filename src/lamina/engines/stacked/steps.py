@@ -17,12 +17,12 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Number
 from lamina.data.dataset import Dataset
-from lamina.data.feed import Augment, training_inputs
+from lamina.data.feed import Augment, OwnAugmentation, training_inputs
 from lamina.engines.stacked.forward import CapturedForward, Forward, StackedForward, rounded
 from lamina.engines.stacked.independence import join, split
 from lamina.engines.stacked.side_stream import differentiate
 from lamina.engines.state import copy_buffers
-from lamina.objective.batch import Inputs, map_batch
+from lamina.objective.batch import Inputs, Targets, map_batch
 from lamina.objective.layers import Grouping, Layers
 from lamina.objective.objective import Buffers, Objective
 
@@ -96,7 +96,7 @@ class StackedObjective:
     objective: Objective
     data: Dataset  # on the objective's device
     forward: Forward
-    augmentation: Augment | None = None
+    augmentation: Augment | OwnAugmentation | None = None
     summed: bool = False  # for a gradient over all data: the model as it is evaluated, losses added up
 
     @property
@@ -151,7 +151,8 @@ class StackedObjective:
         assert isinstance(self.forward, StackedForward)
         x, y = self._samples(batch)
         counts = batch.counts
-        mask = None if counts is None else torch.arange(y.shape[1], device=y.device) < counts.unsqueeze(1)
+        size = batch.samples.shape[1]
+        mask = None if counts is None else torch.arange(size, device=counts.device) < counts.unsqueeze(1)
         train = not self.summed
         losses = self.forward.losses(parameters, buffers, x, y, mask, train=train, streams=batch.streams)
         if mask is None or counts is None:
@@ -159,12 +160,12 @@ class StackedObjective:
         sums = torch.where(mask, losses, 0.0).sum(1)
         return sums if self.summed else sums / counts.clamp(min=1)
 
-    def _samples(self, batch: Batches) -> tuple[Inputs, Tensor]:
+    def _samples(self, batch: Batches) -> tuple[Inputs, Targets]:
         """Return the inputs, augmented and normalised, and the targets of a batch."""
         data = self.data
-        x = map_batch(lambda values: _take(values, batch.samples), data.x)
-        x = training_inputs(x, batch.keys, self.augmentation, data.mean, data.std, self.objective.dtype)
-        return x, _take(data.y, batch.samples)
+        x, y = (map_batch(lambda values: _take(values, batch.samples), part) for part in (data.x, data.y))
+        x = training_inputs(x, batch.keys, self.augmentation, data.mean, data.std, self.objective.dtype, batch.counts)
+        return x, y
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ TRAINING_DATA: tuple[Callable[[DryRun], None], ...] = (
     model.check_buffers,
     model.warn_of_state,
     loss.check_nan,
+    loss.warn_of_unreached,
     outputs.warn_of_ignored_outputs,
     outputs.warn_of_logits,
     outputs.warn_of_probabilities,
@@ -83,7 +84,10 @@ def check_run(
 ) -> DryRun:  # fmt: skip
     """Refuse a simulated run whose parts do not go together; return the dry run of its training data."""
     run = check_training(objective, train, plan.largest_batch)
+    inputs.check_augmentation(run, plan.protocol.augmentation)
     model.check_lone_samples(objective, train, plan)
+    needs = algorithm.needs(1)
+    loss.check_small_batches(objective, train, plan, needs.full_gradient or needs.control_variate)
     if test is None:
         metrics.check_metrics(run, chosen or ())
     else:

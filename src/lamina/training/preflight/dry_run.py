@@ -13,8 +13,10 @@ from torch import Tensor
 from lamina.base import rng
 from lamina.base.dispatch import WatchingMode
 from lamina.data.dataset import Dataset
+from lamina.objective.batch import take, tensors
 from lamina.objective.losses import is_user_defined
 from lamina.objective.objective import Objective
+from lamina.objective.outputs import tensors_in
 from lamina.training.evaluation import EVALUATION_BATCH, as_batch
 from lamina.training.metrics import Batch
 
@@ -26,13 +28,13 @@ class Pass:
     """One forward pass over the samples of a dry run: what it returns, and what else it does."""
 
     def __init__(self, run: DryRun, train: bool) -> None:
-        objective, device, activation = run.objective, run.objective.device, LargestActivation(len(run.targets))
-        self.outputs, self.error, self.returned, self.replaced_buffer = torch.empty(0), None, None, None
+        objective, device, activation = run.objective, run.objective.device, LargestActivation(run.samples)
+        self.error, self.replaced_buffer = None, None
+        self.outputs: Any = torch.empty(0)
         parameters = {n: p.clone() for n, p in objective.layers.unflatten(objective.start).items()}
         buffers = {n: b.clone() for n, b in objective.buffers.items()}
 
         def look(module: Any, args: Any, returned: Any) -> None:
-            self.returned = returned
             self.replaced_buffer = next((n for n, b in buffers.items() if module.get_buffer(n) is not b), None)
 
         # Nothing requires a gradient, but activation checkpointing needs gradients to be enabled to do its work.
@@ -57,13 +59,14 @@ class DryRun:
 
     def __init__(self, objective: Objective, data: Dataset, name: str, rows: int) -> None:
         self.objective, self.data, self.name, self.rows = objective, data, name, rows
-        first = data.y[:EVALUATION_BATCH]
-        others = (first != first[:1]).reshape(len(first), -1).any(1).nonzero().flatten().tolist()
-        count = USER_LOSS_SAMPLES if is_user_defined(objective.loss) else SAMPLES
-        spread = range(0, len(first), max(1, len(first) // count))
+        first = take(data.y, slice(EVALUATION_BATCH))
+        differs = [(one != one[:1]).reshape(len(one), -1).any(1) for one in tensors(first)]
+        others = torch.stack(differs).any(0).nonzero().flatten().tolist()
+        length, count = len(differs[0]), USER_LOSS_SAMPLES if is_user_defined(objective.loss) else SAMPLES
+        spread = range(0, length, max(1, length // count))
         chosen = list(dict.fromkeys([0, *others[:1], *spread]))[:count]  # equal targets would hide mistakes
-        self.targets = first[chosen]
-        self.inputs = data.inputs(torch.tensor(chosen, device=first.device), objective.dtype)
+        self.samples, self.targets = len(chosen), take(first, chosen)
+        self.inputs = data.inputs(torch.tensor(chosen, device=objective.device), objective.dtype)
 
     @cached_property
     def evaluation(self) -> Pass:
@@ -83,7 +86,11 @@ class DryRun:
     @property
     def is_random(self) -> bool:
         """Whether the module draws random numbers itself: `torch.rand`, or dropout in evaluation mode."""
-        pairs = ((first.outputs.nan_to_num(), second.outputs.nan_to_num()) for first, second in self.repetitions)
+        pairs = (
+            (one.nan_to_num(), two.nan_to_num())
+            for first, second in self.repetitions
+            for one, two in zip(tensors_in(first.outputs), tensors_in(second.outputs), strict=True)
+        )
         return self.training.draws or self.evaluation.draws or not all(torch.equal(*pair) for pair in pairs)
 
     @cached_property

@@ -6,27 +6,30 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
 
+from lamina.base import rng
 from lamina.base.errors import BadInput, nearest
 from lamina.base.registry import parameters_of
 from lamina.base.text import listed
 from lamina.data.dataset import Dataset
-from lamina.data.feed import prepare
+from lamina.data.feed import Augment, OwnAugmentation, as_augmentation, draw, prepare
 from lamina.data.mapped import Mapped
-from lamina.objective.batch import Inputs, map_batch
+from lamina.objective.batch import Inputs, map_batch, tensors
+from lamina.objective.fingerprint import same_tensors
 from lamina.objective.objective import Objective
+from lamina.rounds.settings import is_own_augmentation
 from lamina.training.masks import MASK_FORMS, forward_of
 from lamina.training.preflight.dry_run import DryRun
 
 log = logging.getLogger(__name__)
 
 CHUNK_SAMPLES = 1000
-EMBEDDINGS = nn.Embedding | nn.EmbeddingBag
 
 
 def warn_of_padding(data: Dataset) -> None:
@@ -64,24 +67,52 @@ def check_token_ids(run: DryRun) -> None:
     client's row.
     """
     objective, data, name = run.objective, run.data, run.name
-    if not any(isinstance(layer, EMBEDDINGS) for layer in objective.module.modules()):
+    has_tables = any(isinstance(layer, nn.Embedding | nn.EmbeddingBag) for layer in objective.module.modules())
+    if not has_tables and all(values.is_floating_point() for values in tensors(data.x)):
         return
     # The largest and smallest values of every position, as two samples: cheap, but they need not occur together.
     extremes = map_batch(_extremes, data.x)
-    if all(ids.have_rows for ids in _token_ids(objective, [prepare(extremes, data.mean, data.std, objective.dtype)])):
+    if _id_without_row(objective, [prepare(extremes, data.mean, data.std, objective.dtype)]) is None:
         return
     starts = range(0, len(data), CHUNK_SAMPLES)
-    for ids in _token_ids(objective, (data.inputs(slice(i, i + CHUNK_SAMPLES), objective.dtype) for i in starts)):
-        if not ids.have_rows:
-            layer, count = f"layer '{ids.name}' ({type(ids.layer).__name__})", ids.layer.num_embeddings
-            rows = (
-                f"its rows are 0 to {count - 1}: map the ids or enlarge num_embeddings; if they are positions, shorten "
-                "the sequences or enlarge n_positions or max_position_embeddings"
-            )
-            raise BadInput(
-                f"{layer} gets the id {ids.high if ids.low >= 0 else ids.low} from the {name} data, but {rows}",
-                without_data=f"{layer} gets an id from the {name} data that it has no row for: {rows}",
-            )
+    found = _id_without_row(objective, (data.inputs(slice(i, i + CHUNK_SAMPLES), objective.dtype) for i in starts))
+    if found is None:
+        return
+    table, number = found
+    owner = objective.module.get_submodule(table.rpartition(".")[0])
+    is_layer = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
+    where = f"layer '{table.rpartition('.')[0]}' ({type(owner).__name__})" if is_layer else f"the table '{table}'"
+    count = len(objective.module.get_parameter(table))
+    rows = (
+        f"its rows are 0 to {count - 1}: map the ids or enlarge num_embeddings; if "
+        "they are positions, shorten the sequences or enlarge n_positions or max_position_embeddings"
+    )
+    raise BadInput(
+        f"{where} gets the id {number} from the {name} data, but {rows}",
+        without_data=f"{where} gets an id from the {name} data that it has no row for: {rows}",
+    )
+
+
+def check_augmentation(run: DryRun, augmentation: Augment | OwnAugmentation | str | None) -> None:
+    """Refuse a function of the user's that does not return a batch, or draws other random numbers than its own."""
+    if not is_own_augmentation(augmentation):
+        return
+    function = as_augmentation(augmentation)
+    copies = [map_batch(Tensor.clone, run.inputs) for _ in range(2)]
+    results = []
+    for seed, batch in enumerate(copies):  # process-wide generators in two states
+        with rng.forked(run.objective.device, seed=seed):
+            results.append(draw(function, batch, key=1))  # type: ignore[arg-type]
+    if not same_tensors(*map(_without_nan, results)):
+        raise BadInput(
+            "the augmentation gives another result when it is called again with the same generator: let it draw all "
+            "random numbers from it, as in torch.rand(n, generator=generator)"
+        )
+
+
+def _without_nan(batch: Inputs) -> Inputs:
+    result: Inputs = map_batch(lambda values: values.nan_to_num() if values.is_floating_point() else values, batch)
+    return result
 
 
 def _extremes(values: Tensor | Mapped) -> Tensor:
@@ -91,36 +122,43 @@ def _extremes(values: Tensor | Mapped) -> Tensor:
     return torch.stack([values.amax(0), values.amin(0)])
 
 
-@dataclass
-class _TokenIds:
-    """The ids that an embedding is called with."""
+class _TableReads(TorchFunctionMode):
+    """Notes the ids that the rows of every table are read by, and lets ids without a row read another one.
 
-    name: str
-    layer: Any
-    low: int = 0
-    high: int = 0
+    It watches the reads themselves: a table of positions may take the tokens only to count them.
+    """
 
-    @property
-    def have_rows(self) -> bool:
-        return self.low >= 0 and self.high < int(self.layer.num_embeddings)
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.lowest: dict[str, int] = {}  # by the name of the table
+        self.highest: dict[str, int] = {}
 
-    def look(self, layer: Any, args: Any, kwargs: Any) -> Any:
-        """Note the ids of a call; a hook of the layer."""
-        ids = args[0] if args else kwargs["input"]
-        if not ids.numel():
-            return None
-        self.low, self.high = min(self.low, int(ids.min())), max(self.high, int(ids.max()))
-        ids = ids.clamp(0, layer.num_embeddings - 1)  # so that the other embeddings are reached
-        return ((ids, *args[1:]), kwargs) if args else (args, kwargs | {"input": ids})
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.embedding, F.embedding_bag):
+            bound = inspect.signature(func).bind(*args, **kwargs or {})
+            ids, table = bound.arguments["input"], bound.arguments["weight"]
+            name = next((name for name, own in self.module.named_parameters() if own is table), "")
+            if name and ids.numel():
+                self.lowest[name] = min(self.lowest.get(name, 0), int(ids.min()))
+                self.highest[name] = max(self.highest.get(name, 0), int(ids.max()))
+                bound.arguments["input"] = ids.clamp(0, len(table) - 1)  # so that the other tables are reached
+            args, kwargs = bound.args, bound.kwargs
+        return func(*args, **kwargs or {})
+
+    def without_row(self) -> tuple[str, int] | None:
+        """Return the first table that is read by an id that it has no row for, and the id."""
+        for name, high in self.highest.items():
+            low, rows = self.lowest[name], len(self.module.get_parameter(name))
+            if low < 0 or high >= rows:
+                return name, high if low >= 0 else low
+        return None
 
 
-def _token_ids(objective: Objective, batches: Iterable[Inputs]) -> list[_TokenIds]:
-    """Return the ids that every embedding is called with in passes over these batches."""
-    layers = [_TokenIds(n, m) for n, m in objective.seeded.named_modules() if isinstance(m, EMBEDDINGS)]
-    with contextlib.ExitStack() as hooks, torch.no_grad():
-        for ids in layers:
-            hooks.enter_context(ids.layer.register_forward_pre_hook(ids.look, with_kwargs=True))
-        for inputs in batches:
-            with contextlib.suppress(Exception):  # other problems are reported when the model runs
-                objective.outputs(objective.start, objective.buffers, inputs, train=False)
-    return layers
+def _id_without_row(objective: Objective, batches: Iterable[Inputs]) -> tuple[str, int] | None:
+    """Return the name of a table that passes over these batches read by an id that it has no row for, and the id."""
+    reads = _TableReads(objective.seeded)
+    for inputs in batches:
+        with contextlib.suppress(Exception), torch.no_grad(), reads:  # other problems are reported when the model runs
+            objective.outputs(objective.start, objective.buffers, inputs, train=False)
+    return reads.without_row()

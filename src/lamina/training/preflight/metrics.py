@@ -30,6 +30,8 @@ def check_metrics(run: DryRun, metrics: Sequence[Metric]) -> None:
 def _check_metric(run: DryRun, metric: Metric) -> None:
     loss, name, y = run.objective.loss, run.name, run.data.y
     keep(metric, run.batch)
+    if not isinstance(y, torch.Tensor):
+        return
     labels = y[y != IGNORED] if is_binary(loss) else y.flatten()
     if metric is PERPLEXITY and is_regression(loss):
         raise BadInput("metric 'perplexity' is the exponential of a cross entropy, and the loss is a regression's")
@@ -49,6 +51,8 @@ def _warn_of_broadcasting(metric: Metric, values: Values) -> None:
 
     A metric may want pairs, but then it gives the same number for [n] and [n].
     """
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return
     with Pairs(len(values[0])) as pairs:
         number = value_of(metric, values)
     if not pairs.found or sorted(tuple(value.shape[1:]) for value in values) != [(), (1,)]:

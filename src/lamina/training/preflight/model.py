@@ -14,6 +14,7 @@ from lamina.base.limits import in_bytes
 from lamina.data.dataset import Dataset
 from lamina.objective.batch import map_batch, tensors
 from lamina.objective.objective import Objective
+from lamina.objective.outputs import tensors_in
 from lamina.rounds.plan import Plan
 from lamina.training.preflight.dry_run import DryRun
 
@@ -98,8 +99,8 @@ def check_buffers(run: DryRun) -> None:
 def warn_of_state(run: DryRun) -> None:
     """Warn of a model whose passes depend on earlier ones, other than by its buffers."""
     for first, second in run.repetitions:
-        one, two = first.outputs, second.outputs
-        if one.shape != two.shape or not torch.allclose(one, two, rtol=1e-3, equal_nan=True):
+        pairs = zip(tensors_in(first.outputs), tensors_in(second.outputs), strict=True)
+        if any(a.shape != b.shape or not torch.allclose(a, b, rtol=1e-3, equal_nan=True) for a, b in pairs):
             log.warning(
                 "the model's outputs for one batch differ from call to call: clients share this state, and no "
                 "checkpoint holds it; keep it in a buffer, written in place"

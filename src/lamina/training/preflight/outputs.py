@@ -7,7 +7,9 @@ import logging
 import torch
 
 from lamina.base.errors import BadInput
-from lamina.objective.losses import class_axis, is_binary, nll
+from lamina.base.text import listed
+from lamina.objective.losses import class_axis, is_binary, loss_name, nll, takes_tensors
+from lamina.objective.outputs import main_element, other_elements, outputs_of
 from lamina.training.preflight.dry_run import DryRun
 
 log = logging.getLogger(__name__)
@@ -18,7 +20,11 @@ NLL_TOLERANCE = 1e-3  # rounding may make a log-probability positive, up to this
 
 def check_sample_axis(run: DryRun) -> None:
     """Refuse outputs whose first axis does not count the samples."""
-    outputs, samples = run.evaluation.outputs, len(run.targets)
+    outputs, samples = run.evaluation.outputs, run.samples
+    if takes_tensors(run.objective.loss):
+        outputs = outputs_of(outputs)
+    elif not isinstance(outputs, torch.Tensor):
+        return  # the loss takes what it needs
     if outputs.dim() == 0 or len(outputs) != samples:
         raise BadInput(
             f"the model's outputs have shape {tuple(outputs.shape)} for {samples} samples of the {run.name} data; "
@@ -28,8 +34,11 @@ def check_sample_axis(run: DryRun) -> None:
 
 def check_classes(run: DryRun) -> None:
     """Refuse outputs with fewer classes than the labels."""
-    outputs, y, classes, axis = run.evaluation.outputs, run.data.y, run.data.classes, class_axis(run.objective.loss)
-    if classes is None or axis is None or (outputs.dim() > 1 and outputs.shape[axis] >= classes):
+    y, classes, axis = run.data.y, run.data.classes, class_axis(run.objective.loss)
+    if classes is None or axis is None:
+        return
+    outputs = outputs_of(run.evaluation.outputs)
+    if outputs.dim() > 1 and outputs.shape[axis] >= classes:
         return
     shape = f"the model's outputs have shape {tuple(outputs.shape[1:])} a sample"
     last_axis_fits = outputs.dim() > 2 and outputs.shape[-1] >= classes
@@ -54,28 +63,33 @@ def check_classes(run: DryRun) -> None:
 
 
 def warn_of_ignored_outputs(run: DryRun) -> None:
-    """Warn of a model that returns several values."""
-    returned = run.evaluation.returned
-    if isinstance(returned, tuple | list) and len(returned) > 1:
-        use = "the loss and the metrics get the first, the others are ignored"
-        log.warning("the model returns %d values: %s", len(returned), use)
+    """Warn of outputs that a named loss leaves out: what only they depend on is not trained."""
+    result, loss = run.evaluation.outputs, run.objective.loss
+    others = other_elements(result) if takes_tensors(loss) else []
+    if others:
+        name, kind, main = loss_name(loss), type(result).__name__, main_element(result)
+        log.warning(
+            "the model returns a %s: the loss '%s' takes its element %s and ignores %s; to use them, give a loss that "
+            "is a function of (outputs, targets)", kind, name, main, listed(others),
+        )  # fmt: skip
 
 
 def warn_of_logits(run: DryRun) -> None:
     """Warn of positive outputs: nll needs log-probabilities."""
-    if run.objective.loss is nll and bool((run.evaluation.outputs > NLL_TOLERANCE).any()):
+    if run.objective.loss is nll and bool((outputs_of(run.evaluation.outputs) > NLL_TOLERANCE).any()):
         log.warning("nll needs log-probabilities, and the model's outputs are larger than 0: use cross_entropy instead")
 
 
 def warn_of_probabilities(run: DryRun) -> None:
     """Warn of probabilities where the accuracy needs a logit; a user's loss may take either."""
-    objective, outputs = run.objective, run.evaluation.outputs
+    objective = run.objective
     if run.batch.hits is None or class_axis(objective.loss) is not None or is_binary(objective.loss):
         return
+    outputs = outputs_of(run.evaluation.outputs)
     if outputs[0].numel() == 1 and _are_fractions(outputs):  # perhaps by chance: look at more samples
         inputs = run.data.inputs(slice(PROBABILITY_SAMPLES), objective.dtype)
         with torch.no_grad():
-            outputs = objective.outputs(objective.start, objective.buffers, inputs, train=False)
+            outputs = outputs_of(objective.outputs(objective.start, objective.buffers, inputs, train=False))
         if _are_fractions(outputs):
             log.warning("all outputs lie in 0..1; the accuracy needs logits, not probabilities: leave the Sigmoid out")
 

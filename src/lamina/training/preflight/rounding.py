@@ -20,6 +20,7 @@ from lamina.base import rng
 from lamina.base.text import listed
 from lamina.data.dataset import Dataset
 from lamina.engines.devices import arithmetic
+from lamina.objective.batch import map_batch
 from lamina.objective.objective import Objective
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ def _gradient(objective: Objective, data: Dataset, point: int) -> dict[str, Tens
     noise = torch.randn(objective.layers.size, generator=generator, dtype=torch.float32, device=objective.device)
     x = objective.start + (0.1 * objective.start.abs() + 0.01) * noise  # a bias may start at zero
     index = torch.linspace(0, len(data) - 1, SAMPLES, device=x.device).long()
-    targets = data.y[index].to(objective.dtype) if data.y.is_floating_point() else data.y[index]
+    targets = map_batch(lambda y: y[index].to(objective.dtype) if y.is_floating_point() else y[index], data.y)
     buffers = {name: buffer.clone() for name, buffer in objective.buffers.items()}
     with rng.forked(x.device, seed=0), arithmetic("fp32", benchmark=False):
         gradient, _ = objective.gradient(x, buffers, data.inputs(index, objective.dtype), targets)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 
+from torch import Tensor
+
 from lamina.base.errors import BadInput
 from lamina.base.text import listed
 from lamina.data.dataset import Dataset
+from lamina.data.feed import Augment
 from lamina.objective import losses
+from lamina.objective.batch import named_tensors, tensors
 from lamina.objective.losses import IGNORED, class_axis, counted, is_binary
 from lamina.rounds.settings import TrainSettings
 from lamina.training.preflight.dry_run import DryRun
@@ -20,12 +24,12 @@ SOFT_LABEL_TOLERANCE = 0.05  # how far rounding may move the sum of a sample's s
 
 def check_settings(protocol: TrainSettings, data: Dataset) -> None:
     """Refuse targets that the loss's name or the augmentation does not allow."""
-    if protocol.loss == "cross_entropy" and data.classes is None and data.y.dim() == 1:
+    if protocol.loss == "cross_entropy" and data.classes is None and isinstance(data.y, Tensor) and data.y.dim() == 1:
         raise BadInput(
             "cross_entropy needs classes, but the labels are floats: for classes, convert them to integers (in an "
             "experiment file: data.task = 'classification'); for regression, use loss='mse'"
         )
-    if protocol.augmentation is not None and data.y.dim() > 2:
+    if isinstance(protocol.augmentation, Augment) and any(y.dim() > 2 for y in tensors(data.y)):
         raise BadInput("augmentation moves the pixels of x, but not those of y: switch it off for target maps")
 
 
@@ -41,7 +45,7 @@ def check_class_names(run: DryRun) -> None:
 def check_binary_targets(run: DryRun) -> None:
     """Refuse targets of `bce` that are not between 0 and 1."""
     y = run.data.y
-    if is_binary(run.objective.loss):
+    if is_binary(run.objective.loss) and isinstance(y, Tensor):
         others = y[((y < 0) | (y > 1)) & (y != IGNORED)]
         rule = f"bce needs targets from 0 to 1, and some {run.name} targets are others"
         advice = "give missing labels as -100; cross_entropy takes classes"
@@ -52,7 +56,7 @@ def check_binary_targets(run: DryRun) -> None:
 def check_soft_labels(run: DryRun) -> None:
     """Refuse float targets of a cross entropy that are not shares of the classes."""
     targets, axis = run.data.y, class_axis(run.objective.loss)
-    if axis is None or not targets.is_floating_point():
+    if axis is None or not isinstance(targets, Tensor) or not targets.is_floating_point():
         return
     sums = targets.sum(axis)
     is_wrong = ((sums - 1).abs() > SOFT_LABEL_TOLERANCE) | (targets < 0).any(axis)
@@ -83,6 +87,11 @@ def check_alike(train: Dataset, test: Dataset) -> None:
     if names != other and names is not None and other is not None:
         raise BadInput(
             f"the test data have the inputs {listed(other)}, but the training data {listed(names)}: give both the same"
+        )
+    wanted, given = (sorted(named_tensors(data.y, "y")) for data in (train, test))
+    if wanted != given:
+        raise BadInput(
+            f"the test data have the targets {listed(given)}, the training data {listed(wanted)}: give both the same"
         )
     if train.classes is None or test.classes is None or train.y.dim() != 1:
         return

@@ -103,6 +103,18 @@ def test_masks_of_functions_are_the_same_in_captured_steps():
     assert_same(run, reference, 1e-9)
 
 
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+@pytest.mark.parametrize("algorithm", ["fedlada", "scaffold", lamina.create("mime", "mime")], ids=str)
+def test_private_parts_are_those_of_the_loop(algorithm, model):
+    names = [name for name, _ in simulation(algorithm, "loop", model).objective.module.named_parameters()]
+    runs = [simulation(algorithm, engine, model, private=names[-2:]) for engine in ("stacked", "loop")]
+    for run in runs:
+        run.run(2)
+    for client in range(7):
+        (x, _), (expected, _) = (run.client_parameters(client) for run in runs)
+        assert float((x - expected).norm() / expected.norm()) < 1e-4
+
+
 @pytest.mark.parametrize("algorithm", ["fedlamb", "mime"])
 def test_captured_steps_that_share_memory_do_not_disturb_each_other(algorithm):
     run, reference = simulation(algorithm, "stacked"), simulation(algorithm, "loop")

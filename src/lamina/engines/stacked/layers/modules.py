@@ -8,7 +8,6 @@ product, a convolution one convolution of all clients, and so on.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import warnings
@@ -33,7 +32,7 @@ from lamina.engines.stacked.layers.embedding import PlainEmbedding, StackedEmbed
 from lamina.engines.stacked.layers.per_client import PerClient, StackedLayer
 from lamina.engines.stacked.layers.recurrent import StackedGRU, StackedLSTM, StackedRNN, VmapLSTMCell
 from lamina.objective.dropout import StreamAttention, StreamDropout
-from lamina.objective.objective import ONE_SAMPLE
+from lamina.objective.objective import ONE_SAMPLE, copy_module
 
 
 class StackedLinear(StackedLayer, nn.Linear):
@@ -226,7 +225,7 @@ def stack(module: nn.Module) -> nn.Module:
     """
     # torch warns of operations that vmap runs in a loop; the loop engine would be slower still.
     warnings.filterwarnings("ignore", message="There is a performance drop")
-    stacked = copy.deepcopy(module)
+    stacked = copy_module(module)
     for name, layer in list(stacked.named_modules()):
         if type(layer) is nn.MaxPool2d and _windows_lie_apart(layer):
             layer.__class__ = PlainMaxPool2d
@@ -275,7 +274,7 @@ def _differs(layer: nn.Module) -> bool:
 
 def to_be_watched(module: nn.Module) -> nn.Module:
     """Return a copy of the module whose embeddings do without the option `padding_idx`, which the probe refuses."""
-    module = copy.deepcopy(module)
+    module = copy_module(module)
     for layer in module.modules():
         if type(layer) is nn.Embedding and layer.max_norm is None and not layer.scale_grad_by_freq:
             layer.__class__ = PlainEmbedding

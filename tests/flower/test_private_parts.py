@@ -1,0 +1,60 @@
+"""Private parts of a model in a federation: on the nodes' disks, in no message, and as in the simulation."""
+
+import functools
+import shutil
+
+import pytest
+import torch
+from flwr.app import ArrayRecord
+
+import lamina
+from flower_setup import MIME, PARTS, Setup, assert_like_the_simulation, client_of, is_train, small_model, the_data
+
+NETWORK = functools.partial(small_model, norm=True)  # Linear(6, 8), BatchNorm, ReLU, Linear(8, 3)
+PRIVATE = {"private": ["1.*", "3.*"], "batch_size": 5}
+SHARED = 6 * 8 + 8
+
+
+@pytest.mark.parametrize("algorithm", ["fedlada", "fedlamb", "scaffold", MIME], ids=str)
+def test_the_federation_agrees_with_the_simulation(algorithm, tmp_path):
+    no_limit = {"limits": lamina.flower.Limits(times_median=None)}  # of four tiny clients, one may stand out
+    setup, sizes = Setup(tmp_path, algorithm, model=NETWORK, **PRIVATE, more=no_limit), set()
+
+    def watch(grid, node, message, reply=None):
+        content = message.content if reply is None else reply.content
+        arrays = [array for record in content.values() if isinstance(record, ArrayRecord) for array in record.values()]
+        sizes.update(array.numpy().size if array.stype != "lamina.raw" else len(array.data) // 4 for array in arrays)
+        return message if reply is None else reply
+
+    setup.run(setup.grid(watch, watch))
+    # Mime's first exchange sends gradients up, which the ledger does not count
+    assert_like_the_simulation(setup, without=("bytes_up",) if algorithm is MIME else ())
+    assert sizes == {SHARED}
+
+
+def test_nodes_evaluate_their_own_models(tmp_path):
+    setup = Setup(tmp_path, "fedlada", model=NETWORK, **PRIVATE, rounds=3, more={"evaluate_on": "nodes"})
+    setup.run()
+    simulation, (x, y) = setup.simulation(), the_data()
+    for row in setup.rows:
+        simulation.run(1)
+        right = [(simulation.client_model(i)(x[part]).argmax(1) == y[part]).sum() for i, part in enumerate(PARTS)]
+        assert row["node_accuracy"] == pytest.approx(float(sum(right)) / len(x), abs=1e-6)
+
+
+def test_a_node_that_lost_its_part_starts_it_again(tmp_path):
+    setup = Setup(tmp_path, "fedavg", model=NETWORK, **PRIVATE | {"participation": 1.0}, rounds=3)
+
+    def on_send(grid, node, message):
+        if is_train(message, 3) and client_of(node) == 1:
+            (folder,) = (tmp_path / "state").glob("*/client-1")
+            shutil.rmtree(folder)
+        return message
+
+    setup.run(setup.grid(on_send))
+    simulation = setup.simulation()
+    simulation.run(2)
+    del simulation.state.clients[1]
+    simulation.run(1)
+    for name, value in simulation.model.state_dict().items():
+        torch.testing.assert_close(setup.weights()[name], value, rtol=1e-6, atol=1e-8)

@@ -1,0 +1,48 @@
+"""The recipes of docs/how-to/personal-models.md do what the page says, in the loop and stacked."""
+
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import lamina
+from lamina import algorithms
+
+PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "personal-models.md"
+
+
+@pytest.mark.long
+@mock.patch.dict(algorithms.registry())
+def test_recipes():
+    scope = {"__name__": "example"}
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL):
+        exec(compile(block, PAGE.name, "exec"), scope)
+    settings, data = scope["settings"], (scope["x"], scope["y"])
+    one_model = lamina.Simulation(scope["Network"], data, "fedavg", **settings, evaluate_every=20).run(20)[-1]
+    assert one_model["client_accuracy_mean"] < 0.5
+    for name, least in {"simulation": 0.8, "fedrep": 0.7, "ditto": 0.7, "apfl": 0.6}.items():
+        row = scope[name].history[-1]
+        assert row["client_accuracy_mean"] > least > 0.5 > row["shared_client_accuracy_mean"], name
+    assert (
+        scope["recommender"].history[-1]["client_r2_mean"]
+        > 0.8
+        > 0
+        > scope["recommender"].history[-1]["shared_client_r2_mean"]
+    )
+
+    # the same numbers in both engines
+    module = scope["Network"]().double()
+    data = data[0].double(), data[1]
+    for name in ("FedRep", "Ditto", "Apfl"):
+        private = {"private": ["head.*"]} if name == "FedRep" else {}
+        runs = [
+            lamina.Simulation(module, data, scope[name](), engine=engine, **private, **settings)
+            for engine in ("loop", "stacked")
+        ]
+        for run in runs:
+            run.run(2)
+        for client in range(10):
+            (x, _), (other, _) = (run.client_parameters(client) for run in runs)
+            torch.testing.assert_close(x, other, rtol=1e-9, atol=1e-11)
