@@ -367,15 +367,36 @@ def test_a_tuple_of_outputs_is_kept_whole(tmp_path):
     logits, held, note = predictions.outputs
     assert torch.allclose(logits, simulation.model(x)[0], atol=1e-6)
     assert torch.equal(held["inputs"], x)
-    assert note is None
+    assert note == "a note"
     assert predictions.labels.tolist() == logits.argmax(1).tolist()
 
 
 def test_private_parts_are_said_to_be_untrained(tmp_path, caplog):
-    trained(tmp_path / "run")
-    file = tmp_path / "run" / "config.json"
-    config = json.loads(file.read_text())
-    config["train"]["private"] = ["0.bias"]
-    file.write_text(json.dumps(config))
+    trained(tmp_path / "run", nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)), private=["1.*"], test=None)
     lamina.load(tmp_path / "run")
-    assert "the private parts of the model (0.bias) are those before round 1" in caplog.text
+    assert "the private parts of the model (1.*) are those before round 1" in caplog.text
+
+
+def two_losses(outputs, targets):
+    left, right = outputs
+    return nn.functional.mse_loss(left, targets["left"], reduction="none").mean(1) + (right - targets["right"]).abs()
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(5, 2), nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.left(x), self.right(x).squeeze(1)
+
+
+def test_several_targets_and_outputs(tmp_path):
+    x, _ = points()
+    data = (x, {"left": x[:, :2], "right": x[:, 2]})
+    simulation = trained(tmp_path / "run", Heads(), data, loss=two_losses)
+    run = lamina.load(tmp_path / "run")
+    for mine, expected in zip(run.predict(x).outputs, simulation.model(x), strict=True):
+        assert torch.equal(mine, expected)
+    assert run.predict(x).classes is None
+    assert run.evaluate(data)["loss"] == simulation.history[-1]["loss"]

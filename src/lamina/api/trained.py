@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,9 +27,10 @@ from lamina.experiment.runs.model_file import build_loss, build_model
 from lamina.experiment.runs.records import Record, read_json, read_record
 from lamina.models.registry import Factory
 from lamina.objective import losses
-from lamina.objective.batch import arguments, outputs_of
+from lamina.objective.batch import arguments
 from lamina.objective.losses import Loss
 from lamina.objective.objective import Objective
+from lamina.objective.outputs import join_outputs, map_outputs, outputs_of
 from lamina.storage.checkpoint import read_model
 from lamina.training.evaluation import EVALUATION_BATCH, Evaluation
 from lamina.training.history import History, data_frame
@@ -45,7 +46,7 @@ class Predictions:
     """What a trained model says about some samples, in their order."""
 
     outputs: Any
-    """What the model returns: a tensor, or a tuple or dict of them."""
+    """What the model returns: a tensor, or a tuple, a dict or an object of them."""
     class_names: tuple[str, ...] | None
     _like: Dataset
     _loss: Loss | None
@@ -187,13 +188,15 @@ class TrainedRun:
         if self.preprocessing is not None and is_frame(x):
             x = self.preprocessing.transform(x)
         data = with_mask(new_inputs(x, self._like), self.model)
-        results = []
+        results: list[Any] = []
+        sizes: list[int] = []
         with torch.no_grad(), rng.forked(self._device, seed=0), arithmetic(self._precision):
             for start in range(0, len(data), EVALUATION_BATCH):
                 part = data.subset(np.arange(start, min(start + EVALUATION_BATCH, len(data)))).to(self._device)
                 args, kwargs = arguments(part.inputs(slice(None), self._dtype))
                 try:
-                    results.append(_on_host(self.model(*args, **kwargs)))
+                    results.append(map_outputs(Tensor.cpu, self.model(*args, **kwargs)))
+                    sizes.append(len(part))
                 except LaminaError:
                     raise
                 except Exception as error:  # whatever a user's forward raises
@@ -202,7 +205,7 @@ class TrainedRun:
             loss = build_loss(self._facts["loss"])
         except BadInput:  # predictions do not need it
             loss = None
-        return Predictions(_joined(results), self.class_names, self._like, loss, len(data))
+        return Predictions(join_outputs(results, sizes), self.class_names, self._like, loss, len(data))
 
     def read(self, path: str | Path) -> NewData:
         """Return the raw inputs in a file, for `predict`, and the columns that tell its rows apart."""
@@ -303,30 +306,3 @@ def load(
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in frozen)
     return TrainedRun(record, module, facts, choose_device(device))
-
-
-def _on_host(result: Any) -> Any:
-    """Return what a model returned, on the host: a tensor, or a tuple or dict of what holds tensors."""
-    if isinstance(result, Tensor):
-        return result.cpu()
-    if isinstance(result, Mapping):
-        return {name: _on_host(value) for name, value in result.items() if _holds_tensors(value)}
-    if isinstance(result, tuple | list):
-        return tuple(_on_host(value) if _holds_tensors(value) else None for value in result)
-    return outputs_of(result).cpu()
-
-
-def _holds_tensors(value: Any) -> bool:
-    return isinstance(value, Tensor | Mapping | tuple | list)
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    """Return the results of several batches as one."""
-    first = parts[0]
-    if first is None:
-        return None
-    if isinstance(first, Mapping):
-        return {name: _joined([part[name] for part in parts]) for name in first}
-    if isinstance(first, tuple):
-        return tuple(map(_joined, zip(*parts, strict=True)))
-    return torch.cat(list(parts)) if first.dim() else torch.stack(list(parts))
