@@ -103,6 +103,16 @@ def test_a_simulation_of_names_runs_again_and_one_of_objects_is_refused(empty_fo
     assert "objects that no file holds (its data, its model)" in capsys.readouterr().err
 
 
+def test_an_augmentation_of_the_users_is_not_left_out(empty_folder, capsys):
+    def mirrored(batch, generator):
+        return batch
+
+    options = {"clients": 5, "device": "cpu", "augmentation": mirrored, "out": "runs/mine"}
+    lamina.Simulation("mlp", "digits", "fedavg", **options).run(1)
+    assert lamina_run("runs/mine/config.json") == 2
+    assert "objects that no file holds (its augmentation)" in capsys.readouterr().err
+
+
 def test_another_json_file_is_refused(empty_folder, capsys):
     Path("settings.json").write_text("{}")
     assert lamina_run("settings.json") == 2

@@ -77,6 +77,7 @@ def _objects_in(config: Mapping[str, Any]) -> list[str]:
         "its model": "values" in config["model"],
         "its partition": "values" in data.get("partition", {}),
         "its loss": train["loss"] not in LOSSES and ":" not in train["loss"],
+        "its augmentation": isinstance(data.get("augment"), str) and ":" not in data["augment"],
         "its schedule": train["schedule"]["name"] not in SCHEDULES,
         "its aggregation": train["aggregation"]["name"] not in AGGREGATIONS,
         "its metrics": any(name not in METRICS and ":" not in name for name in train.get("metrics") or ()),
