@@ -101,6 +101,11 @@ def test_the_readme_example_is_ten_lines():
     assert len([line for line in first.splitlines() if line.strip()]) <= 10
 
 
+def test_predictions_for_a_new_table_take_fifteen_lines():
+    first = blocks(DOCS / "how-to" / "use-a-trained-model.md", "python")[0]
+    assert len([line for line in first.splitlines() if line.strip()]) <= 15
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 

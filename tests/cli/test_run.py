@@ -200,3 +200,12 @@ def test_an_empty_file_runs(here):
     (here / "empty.toml").write_text("")
     assert call("run", "empty.toml", "--set", "train.rounds=1", "--out", "r", "-q") == 0
     assert json.loads((here / "r" / "config.json").read_text())["data"]["clients"] == 10
+
+
+def test_a_run_that_its_patience_stops_says_so(here, capsys):
+    settings = sets("train.patience=1", "train.lr=1e-12", "train.rounds=9")  # no round is better than the first
+    assert call("run", "small.toml", *settings) == 0
+    assert "stopped early: no better accuracy in 1 evaluation\n" in capsys.readouterr().out
+    assert len(rounds_in(here / "runs" / "small-fedlamb-seed0")) == 2
+    assert call("run", "small.toml", *settings) == 0
+    assert "is complete: 2 rounds; raise train.patience for more" in capsys.readouterr().out

@@ -164,3 +164,15 @@ def test_the_speed_seen_counts_more_than_the_recorded_one(monkeypatch):
         watch.out.print(view.frame())
     lease.release()
     assert "0.25 rounds/s" in printed.get()
+
+
+def test_runs_show_their_own_metric(capsys):
+    make_run("runs/a", 3)
+    folder = make_run("runs/b", 3)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [{"round": row["round"], "loss": 0.25, "seconds": 1.0} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = frame(capsys, "runs").splitlines()
+    assert "score" in shown[0]
+    assert "accuracy 0." in shown[1]
+    assert "loss 0.2500" in shown[2]

@@ -55,3 +55,15 @@ def test_a_damaged_folder_is_named(tmp_path):
     (tmp_path / "a" / "config.json").unlink()
     with pytest.raises(BadInput, match=r"it has no config\.json"):
         build.build([tmp_path])
+
+
+def test_labels_name_the_curves_of_their_folders(tmp_path):
+    write_run(tmp_path / "a", [0.5])
+    for lr in (0.2, 0.3):
+        write_run(tmp_path / "b" / f"lr{lr}", [0.5], lr=lr)
+    write_run(tmp_path / "c", [0.5], seed=1)  # without labels, one curve with a
+    report = build.build([tmp_path / "a", tmp_path / "b", tmp_path / "c"], labels=["mine", "theirs", "again"])
+    names = ["mine", "theirs, FedAvg (Fed-SGD), lr 0.2", "theirs, FedAvg (Fed-SGD), lr 0.3", "again"]
+    assert [curve.name for curve in report.curves] == names
+    with pytest.raises(BadInput, match="1 label for 2 folders: give one each"):
+        build.build([tmp_path / "a", tmp_path / "b"], labels=["mine"])

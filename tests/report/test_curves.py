@@ -36,3 +36,23 @@ def test_a_repeated_run_counts_once(tmp_path):
 
 def test_differing():
     assert differing([{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": None}]) == ["b", "c"]
+
+
+def test_different_experiments_are_told_apart_in_one_short_line(tmp_path):
+    """Of the many settings that differ, a label names only those that tell curves apart."""
+    own = {"name": "own", "clients": 9, "content": "0123", "partition": {"name": "iid"}}
+    other = {"name": "digits", "clients": 3, "partition": {"name": "dirichlet", "alpha": 0.5, "sizes": "natural"}}
+    long = {"local_steps": 7, "batch_size": 64, "participation": 0.125, "loss": "a_loss_with_a_long_name"}
+    for name, data, train in (("a", own, {}), ("b", other, long), ("c", other, {**long, "clip": 0.25})):
+        write_run(tmp_path / name, [0.5], data=data, train=train)
+    assert [curve.name for curve in curves_in(tmp_path)] == [
+        "FedAvg (Fed-SGD), own", "FedAvg (Fed-SGD), digits", "FedAvg (Fed-SGD), digits, clip 0.25"
+    ]  # fmt: skip
+
+
+def test_curves_that_only_a_digest_tells_apart_are_named_by_their_folder(tmp_path):
+    for name in ("first", "second"):
+        write_run(tmp_path / "runs" / name, [0.5], model={"name": "Net", "values": name})
+    assert [curve.name for curve in curves_in(tmp_path)] == [
+        "FedAvg (Fed-SGD) (runs/first)", "FedAvg (Fed-SGD) (runs/second)"
+    ]  # fmt: skip

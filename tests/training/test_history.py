@@ -1,7 +1,9 @@
 """The table of a run: columns that are not there, which way is better, and files that cannot be written."""
 
 import math
+import sys
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
@@ -122,3 +124,25 @@ def test_settling_agrees_with_its_definition_written_as_loops():
     for target in np.linspace(0.2, 0.8, 25):
         settled = [r for r, _ in means if all(mean >= target for s, mean in means if s >= r)]
         assert run.settling_round(target) == (settled[0] if settled else None)
+
+
+def test_a_plot_has_a_line_for_every_column_and_leaves_out_rounds_without_a_value():
+    axes = History(ROWS).plot()
+    (line,) = axes.lines
+    assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([1, 3, 4], [0.5, 0.9, 0.7])
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_legend()) == ("round", "accuracy", None)
+    same = History(ROWS[:1]).plot("loss", ax=axes, label="short", color="red")
+    assert same is axes
+    assert [each.get_label() for each in axes.lines] == ["accuracy", "short"]
+    assert (axes.lines[1].get_color(), axes.lines[1].get_marker()) == ("red", "o")
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["accuracy", "short"]
+    assert len(History(ROWS).plot("loss", "consistency").lines) == 2
+    plt.close("all")
+
+
+def test_a_plot_names_a_wrong_column_and_a_missing_package(monkeypatch):
+    with pytest.raises(lamina.BadInput, match="did you mean 'accuracy'"):
+        History(ROWS).plot("acuracy")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(lamina.MissingExtra, match=r"history.plot\(\) needs matplotlib: pip install matplotlib"):
+        History(ROWS).plot()

@@ -34,7 +34,7 @@ from lamina.rounds.clients import Clients, refuse_odd_clients
 from lamina.rounds.schedules import SCHEDULES
 from lamina.rounds.settings import as_table, function_name, schedule_name
 from lamina.training.history import Row
-from lamina.training.inputs import as_splits
+from lamina.training.inputs import as_named_splits
 from lamina.training.metrics import find_all
 from lamina.training.training import Training
 
@@ -76,7 +76,8 @@ def describe(
     if isinstance(data, str) and test is None and (clients is None or is_whole(clients)):
         tree["data"]["name"] = data
     else:
-        objects["data"] = Splits(*cast(tuple[Dataset, Dataset], as_splits(data, test)))
+        *splits, objects["more_tests"] = as_named_splits(data, test)
+        objects["data"] = Splits(*cast(list[Dataset], splits))
         name = objects["data"].train.name
         tree["data"]["name"] = f"own {name}" if name in FORMATS else name  # a format would need its options
     if clients is not None and not is_whole(clients):

@@ -22,6 +22,7 @@ from lamina.training.population import Population
 
 if TYPE_CHECKING:
     from lamina.api.results import compare, tune
+    from lamina.api.trained import load
 
 __all__ = [
     "BadInput",
@@ -42,6 +43,7 @@ __all__ = [
     "algorithm",
     "compare",
     "data",
+    "load",
     "option",
     "losses",
     "models",
@@ -52,7 +54,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import comparisons and tuning when they are first used: a simulation needs neither them nor matplotlib."""
-    if name in ("compare", "tune"):
-        return getattr(importlib.import_module("lamina.api.results"), name)
+    """Import comparisons, tuning and loading when they are first used: a simulation needs neither nor matplotlib."""
+    modules = {"compare": "results", "tune": "results", "load": "trained"}
+    if name in modules:
+        return getattr(importlib.import_module(f"lamina.api.{modules[name]}"), name)
     raise AttributeError(f"module 'lamina.api.names' has no attribute '{name}'")

@@ -28,7 +28,7 @@ from lamina.rounds.clients import Heldout
 from lamina.rounds.settings import TrainArguments, TrainSettings
 from lamina.storage.identity import of_run
 from lamina.training.history import History, Row
-from lamina.training.inputs import as_algorithm, as_splits
+from lamina.training.inputs import as_algorithm, as_named_splits
 from lamina.training.metrics import find_all
 from lamina.training.progress import python_bars
 from lamina.training.training import RunOptions, Training
@@ -64,7 +64,8 @@ class Simulation(Training):
             every client, or a dict with their names: then `clients` and `partition` are left out, and `test` may be by
             client as well.
         algorithm: an algorithm, or the name of one (its defaults).
-        test: data to evaluate on; without it, metrics and loss are not reported.
+        test: data to evaluate on; without it, metrics and loss are not reported. A dict names several test sets: runs
+            are judged by the first, and the columns of the others end with their name, as in ``accuracy@noisy``.
         metrics: what to report besides the loss, by names, functions of (outputs, targets) or `lamina.Metric` objects;
             the first is the one that runs are judged by. Unless given: the accuracy where there is one (class labels
             and one output per class, or one logit for labels 0 and 1; never with loss="mse"), else the loss.
@@ -105,6 +106,7 @@ class Simulation(Training):
         precision: the model's arithmetic: "fp32", "tf32", or "bf16" (weights and optimiser state stay float32).
         deterministic: on a GPU, the same bits in every run on the same machine, at some cost; a CPU gives them anyway.
         evaluate_every: evaluate on the test data after every n-th round, and at the end of `run`.
+        patience: stop when the first metric on the test data has not improved in so many evaluations.
         client_metrics: also report the metrics on every client's own training data (mean, worst 10 % and spread).
         trust_ratios: also report the trust ratios of the layer-wise methods, of every client's last local step.
         diagnostics: quantities of the papers' theory to report in the rounds that are evaluated, by name: "gradient",
@@ -135,6 +137,7 @@ class Simulation(Training):
         precision: Precision = "fp32",
         deterministic: bool = False,
         evaluate_every: int = 1,
+        patience: int | None = None,
         client_metrics: bool = False,
         trust_ratios: bool = False,
         diagnostics: Sequence[str] = (),
@@ -164,7 +167,7 @@ class Simulation(Training):
         arguments = inspect.signature(Simulation).parameters
         protocol = TrainSettings.of(algorithm, settings, arguments)  # validated, with the defaults filled in
         chosen_device = choose_device(device)
-        train_data, test_data = as_splits(train, test)
+        train_data, test_data, more_tests = as_named_splits(train, test)
         super().__init__(
             model,
             train_data,
@@ -178,6 +181,8 @@ class Simulation(Training):
             heldout_clients=heldout_clients,
             local_test=local_test,
             metrics=chosen_metrics,
+            patience=patience,
+            more_tests=more_tests,
         )
         self._accept_changed_code = accept_changed_code
         self._checkpoints: Checkpoints | None = None  # of the folder that `save` or `restore` used last
@@ -194,7 +199,11 @@ class Simulation(Training):
                 overwrite=overwrite,
                 model=model,
                 data=train if isinstance(train, str) else train_data,  # converted only once
-                test=test if isinstance(train, str) else test_data,
+                test=test
+                if isinstance(train, str)
+                else {"first": test_data, **more_tests}
+                if more_tests
+                else test_data,
                 algorithm=algorithm,
                 clients=clients,
                 partition=partition,
@@ -207,6 +216,7 @@ class Simulation(Training):
                     "metrics": metrics,
                     "heldout_clients": heldout_clients,
                     "local_test": local_test,
+                    "patience": patience,
                 },
             )
             self._recorder.restore(self)
@@ -214,7 +224,7 @@ class Simulation(Training):
     def run(
         self, rounds: int, on_round: Callable[[Row], None] | None = None, *, progress: bool | None = None
     ) -> History:
-        """Train for `rounds` more rounds and return the history.
+        """Train for `rounds` more rounds, or until `patience` stops the run, and return the history.
 
         With a folder (`out`), rounds that it held when the simulation was created count: the same script, started
         again, trains only what is left.

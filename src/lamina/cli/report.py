@@ -20,6 +20,9 @@ def report(
         list[float] | None,
         typer.Option("--target", help="value of the metric to reach on the test data, e.g. 0.9; may be repeated"),
     ] = None,
+    labels: Annotated[
+        list[str] | None, typer.Option("--label", help="name of a RUN's curve; once for each RUN, in their order")
+    ] = None,
     title: Annotated[str | None, typer.Option("--title", help="heading of the page")] = None,
     figures: Annotated[
         Path | None, typer.Option("--figures", help="also a folder of figures (PDF, SVG, PNG) and tables (CSV)")
@@ -30,7 +33,7 @@ def report(
     from lamina.report.build import build
     from lamina.report.save import save_files, save_page
 
-    contents = build(folders, targets=targets or [], title=title)
+    contents = build(folders, targets=targets or [], title=title, labels=labels or [])
     save_page(contents, out_file)
     files = save_files(contents, figures) if figures is not None else []
     for line in contents.notes:

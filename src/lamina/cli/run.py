@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lamina.base.text import plural
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, echo
 
@@ -25,9 +26,13 @@ def run(
     quiet: Quiet = False,
     tensorboard: base.TensorBoard = False,
 ) -> None:
-    """Train one experiment; its metrics and the trained model go to a folder. Started again, it resumes."""
+    """Train one experiment; its metrics and the trained model go to a folder. Started again, it resumes.
+
+    With a run's config.json in place of an experiment file, train the same experiment again in a new folder.
+    """
     from lamina.experiment.build import build, resolved
     from lamina.experiment.config import load
+    from lamina.experiment.runs import again
     from lamina.experiment.runs import run as running
     from lamina.experiment.runs.folder import RunFolder
     from lamina.experiment.runs.log_lines import LogLines
@@ -35,9 +40,16 @@ def run(
     from lamina.experiment.runs.tensorboard import TensorBoard
     from lamina.training.progress import IntervalLines
 
-    experiment = load(file, overrides or [])
+    is_again = file.suffix == ".json"
+    experiment = again.load_again(file, overrides or []) if is_again else load(file, overrides or [])
     name, seed, rounds = experiment.algorithm.name, experiment.train.seed, experiment.train.rounds
-    path = out_folder or Path(experiment.run.out or f"runs/{file.stem}-{name.replace(':', '.')}-seed{seed}")
+    if out_folder is not None:
+        path = out_folder
+    elif is_again:
+        path = again.folder_of_again(file, overwrite=overwrite)
+    else:
+        path = Path(experiment.run.out or f"runs/{file.stem}-{name.replace(':', '.')}-seed{seed}")
+    how_to_resume = base.how_to_resume(overwrite) + f" with --out {path}" * (is_again and out_folder is None)
     experiment, ranks = running.join_ranks(experiment)
     base.be_quiet(quiet or ranks.rank > 0)
     events = TensorBoard(path) if tensorboard and ranks.rank == 0 else None  # names a missing package at once
@@ -47,12 +59,16 @@ def run(
             experiment = experiment.changed(run={"engine": kept_engine(path, experiment.run.engine)})
         simulation = build(experiment)  # before the folder is opened: a wrong name is reported first
         config = resolved(experiment, simulation)
+        changes = again.changes_since(file, config) if is_again else ""
+        if changes:
+            base.print_problem("note", f"not the same as {file}: {changes}")
         folder = running.open_folder(path, config, overwrite=overwrite, lines=lines, tensorboard=events)
         opened.callback(folder.close)
         if isinstance(folder, RunFolder) and folder.ended:
             if folder.diverged is not None:
                 raise folder.diverged
-            base.print_complete(path, folder.history)
+            more = "train.patience" if folder.history.has_stalled(experiment.train.patience) else "train.rounds"
+            base.print_complete(path, folder.history, more)
             return
         done = running.resume([simulation], [folder])
         if done:
@@ -69,8 +85,10 @@ def run(
     if folder.diverged:
         raise folder.diverged
     if stopped:
-        raise Interrupted(f"stopped after round {simulation.state.round} of {rounds}; {base.how_to_resume(overwrite)}")
+        raise Interrupted(f"stopped after round {simulation.state.round} of {rounds}; {how_to_resume}")
     base.print_summary(simulation.history, f"{simulation.algorithm.card.title}: ")
+    if simulation.has_stopped and len(simulation.history) < rounds:
+        echo(f"stopped early: no better {simulation.metric} in {plural(simulation.patience or 0, 'evaluation')}")
     if simulation.objective.frozen:
         echo(f"the model {simulation.objective.frozen_note()}")
     echo(f"records and model in {path}/")

@@ -119,15 +119,19 @@ class View:
 
     def _overview(self, states: Sequence[tuple[str, Record]]) -> RenderableType:
         """Return a table of several runs, a row each."""
-        metric = states[0][1].history.metric
-        headings = ("run", "state", "round", metric, "best", "curve", "rounds/s", "left")
+        metrics = {record.history.metric for _, record in states}
+        judged = metrics.pop() if len(metrics) == 1 else "score"  # each run by its own metric
+        headings = ("run", "state", "round", judged, "best", "curve", "rounds/s", "left")
         rows: list[list[str | Text]] = []
         for how, record in states:
+            metric = record.history.metric
             scores = finite(record.history.array(metric, optional=True))
             last, best = (scores[-1], record.history.best(metric)) if len(scores) else (math.nan, math.nan)
             finished, *progress = self._progress(how, record)
             name = str(record.folder.relative_to(self.folder.resolve()))
             numbers = ["–" if math.isnan(value) else f"{value:.4f}" for value in (last, best)]
+            if judged != metric:
+                numbers[0] = f"{metric} {numbers[0]}"
             rows.append([name, Text(how, COLOURS[how]), finished, *numbers, sparkline(scores, 20), *progress])
         right = [heading for heading in headings[2:] if heading != "curve"]
         counts = [f"{count} {how}" for how in COLOURS if (count := [one for one, _ in states].count(how))]

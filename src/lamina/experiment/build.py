@@ -84,6 +84,8 @@ def build(experiment: Experiment, splits: Splits | None = None) -> Training:
         heldout_clients=data.heldout_clients,
         local_test=data.local_test,
         metrics=metrics,
+        patience=experiment.train.patience,
+        more_tests=experiment.objects.more_tests if data.validation is None else None,
     )
 
 

@@ -68,6 +68,7 @@ class AlgorithmSection(Named):
 
 class _Train(_Section):
     rounds: AtLeastOne = 50
+    patience: AtLeastOne | None = None  # evaluations without a better value after which the run stops
     metrics: NotEmpty[str] | None = None  # names or module:function; the first is the primary one
 
     @model_validator(mode="after")

@@ -93,6 +93,8 @@ class Federation(Setup):
                 "partition 'reallocate' gives clients other data in every round, and a node keeps its own: "
                 "choose another partition, such as 'dirichlet'"
             )
+        if experiment.train.patience is not None:
+            raise BadInput("train.patience stops simulations only: take it out of the file of a federation")
         if run.trust_ratios or run.client_metrics or run.diagnostics:
             log.warning("a federation measures no trust_ratios, client_metrics or diagnostics; see evaluate_on")
         if run.precision != "fp32":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from lamina.base.errors import BadInput
-from lamina.base.text import listed, plural
+from lamina.base.text import listed, plural, printable
 from lamina.experiment.runs.records import Record, find_records, read_json
 from lamina.experiment.trials.trial import Trial
 from lamina.report import tables
@@ -51,7 +51,12 @@ class Report:
 
 
 def build(
-    folders: Sequence[Path], *, targets: Sequence[float] = (), title: str | None = None, baseline: Path | None = None
+    folders: Sequence[Path],
+    *,
+    targets: Sequence[float] = (),
+    title: str | None = None,
+    baseline: Path | None = None,
+    labels: Sequence[str] = (),
 ) -> Report:
     """Return the report of some runs.
 
@@ -60,10 +65,13 @@ def build(
         targets: Values of the first metric to reach on the test data; by default chosen from the accuracies.
         title: The heading; by default a description of the data.
         baseline: The folder that holds the runs of the curve to compare others with; by default FedAvg's.
+        labels: The names of the curves, one for each of the folders; by default what differs between the curves.
     """
+    if labels and len(labels) != len(folders):
+        raise BadInput(f"there are {plural(len(labels), 'label')} for {plural(len(folders), 'folder')}: give one each")
     runs, notes = without_repeats(find_records(folders))
     final = [run for run in runs if not run.tuning] or runs  # tuning runs are shown if there are no others
-    curves = group(final)
+    curves = _labelled(final, folders, labels) if labels else group(final)
     metric = tables.metric_of(curves)
     for target in targets:
         if not (0 < target <= 1 if is_percent(metric) else math.isfinite(target)):
@@ -94,6 +102,17 @@ def build(
         _baseline(curves, baseline),
         notes,
     )
+
+
+def _labelled(runs: Sequence[Record], folders: Sequence[Path], labels: Sequence[str]) -> list[Trial]:
+    """Return the curves of every folder under its label; if it has several, each also says what differs in it."""
+    curves = []
+    for folder, label in zip(folders, map(printable, labels), strict=True):
+        here = [run for run in runs if run.folder.is_relative_to(folder.resolve())]
+        grouped = group(here)
+        curves += [replace(one, name=label if len(grouped) == 1 else f"{label}, {one.name}") for one in grouped]
+        runs = [run for run in runs if run not in here]
+    return curves
 
 
 def _baseline(curves: Sequence[Trial], folder: Path | None) -> int:

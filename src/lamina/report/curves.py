@@ -15,6 +15,9 @@ from lamina.storage.identity import json_digest
 SEED = "train.seed"
 RATE = "train.lr"
 Flat = dict[str, Any]
+LONGEST_LABEL = 70  # characters; longer ones name no more than tells the curves apart
+WELL_KNOWN = ("data.name", "model.name", "train.lr", "data.partition")  # the keys that a label names first
+DIGESTS = ("values", "content", "digest")  # the ends of keys that say nothing to a reader
 
 
 def group(runs: Iterable[Record], ignored: Callable[[Record], set[str]] = lambda run: {SEED}) -> list[Trial]:
@@ -28,6 +31,8 @@ def group(runs: Iterable[Record], ignored: Callable[[Record], set[str]] = lambda
     ordered = sorted(members.values(), key=lambda same: _place_in_comparison(same[0]))
     titles = [printable(same[0].title) for same in ordered]
     labels = _labels(titles, [identity(same[0], ignored(same[0])) for same in ordered])
+    for place in [place for place, label in enumerate(labels) if labels.count(label) > 1]:
+        labels[place] += f" ({folder_name(ordered[place][0])})"
     return [
         Trial(label, {}, sorted(same, key=lambda run: run.seed), len(same))
         for label, same in zip(labels, ordered, strict=True)
@@ -106,20 +111,39 @@ def algorithm_of(section: Mapping[str, Any], label: str) -> str:
 
 
 def _labels(titles: list[str], identities: list[Flat]) -> list[str]:
-    """Return the algorithm's title and what differs; its options are compared within the same algorithm only."""
+    """Return the algorithm's title and what differs; its options are compared within the same algorithm only.
+
+    If that makes a long line, as of different experiments, only the keys that tell curves apart are named, those that
+    readers know first. Digests are never shown, so that curves may have the same label.
+    """
     name = "algorithm.name"
-    general = [key for key in differing(identities) if not key.startswith("algorithm.")]
-    labels: list[str] = []
-    for title, flat in zip(titles, identities, strict=True):
-        siblings = [other for other in identities if other.get(name) == flat.get(name)]
-        options = [key for key in differing(siblings) if key.startswith("algorithm.")]
-        keys = [*general, *options]
-        names = dict(zip(keys, short_names(keys), strict=True))
-        parts = [title]
-        for key in flat:  # not all keys: options of another model or partition do not apply here
-            if key in names:
-                parts.append(text(flat[key]) if key.endswith(".name") else f"{names[key]} {text(flat[key])}")
-        label = ", ".join(parts)
-        twins = sum(other == label or other.startswith(f"{label} (") for other in labels)
-        labels.append(f"{label} ({twins + 1})" if twins else label)
+    differ = [key for key in differing(identities) if not key.endswith(DIGESTS)]
+    siblings = [[other for other in identities if other.get(name) == flat.get(name)] for flat in identities]
+    options = [[key for key in differing(same) if key.startswith("algorithm.")] for same in siblings]
+    general = [key for key in differ if not key.startswith("algorithm.")]
+    curves = list(zip(titles, identities, options, strict=True))
+    labels = [_label(title, flat, [*general, *own]) for title, flat, own in curves]
+    if max(map(len, labels), default=0) <= LONGEST_LABEL:
+        return labels
+    kept: list[str] = []
+    labels = list(titles)
+    candidates = [key for key in differ if not key.startswith("algorithm.") or any(key in own for own in options)]
+    for added in sorted(candidates, key=lambda key: (_is_list(key, identities), not key.startswith(WELL_KNOWN))):
+        keys = [key for key in candidates if key in {*kept, added}]
+        longer = [_label(title, flat, keys) for title, flat, _ in curves]
+        if len(set(longer)) > len(set(labels)):
+            kept, labels = keys, longer
     return labels
+
+
+def _label(title: str, flat: Flat, keys: list[str]) -> str:
+    """Return a title with the values of some keys, without those that the run lacks, as options of another model."""
+    names = dict(zip(keys, short_names(keys), strict=True))
+    shown = [key for key in flat if key in names]
+    return ", ".join(
+        [title, *(text(flat[key]) if key.endswith(".name") else f"{names[key]} {text(flat[key])}" for key in shown)]
+    )
+
+
+def _is_list(key: str, identities: list[Flat]) -> bool:
+    return any(isinstance(flat.get(key), list) for flat in identities)

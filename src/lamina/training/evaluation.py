@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -277,6 +277,7 @@ class Evaluation:
     metrics: Sequence[Metric] | None  # the primary one first; None: the accuracy, where there is one
     test: Dataset | None
     clients: Sequence[ClientSamples] = ()
+    more_tests: Mapping[str, Dataset] = field(default_factory=dict)  # further test data by name
 
     def start(
         self, objective: Objective, x: Tensor, buffers: Buffers, model_of: ClientModels | None = None
@@ -286,9 +287,15 @@ class Evaluation:
         It returns the values by name, with the columns of clients. If clients have models of their own (`model_of`),
         these are evaluated on the clients' samples, and the columns of the given model begin with "shared_".
         """
-        kept = {} if self.test is None else predict(objective, x, buffers, self.test, self.metrics)
-        numbers = [value_of(metric, values).to(objective.device) for metric, values in kept.items()]
-        measured, names = torch.stack(numbers) if numbers else torch.empty(0), [metric.name for metric in kept]
+        tests = (
+            {} if self.test is None else {"": self.test} | {f"@{name}": more for name, more in self.more_tests.items()}
+        )
+        names, numbers = [], []
+        for ending, data in tests.items():
+            for metric, values in predict(objective, x, buffers, data, self.metrics).items():
+                names.append(f"{metric.name}{ending}")
+                numbers.append(value_of(metric, values).to(objective.device))
+        measured = torch.stack(numbers) if numbers else torch.empty(0)
 
         def finish() -> dict[str, float]:
             row = dict(zip(names, measured.tolist(), strict=True))  # waits for the GPU once

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lamina.base.columns import Columns
 from lamina.base.columns import Row as Row
-from lamina.base.errors import BadInput, missing_extra, nearest
+from lamina.base.errors import BadInput, MissingExtra, missing_extra, nearest
 from lamina.base.text import html_table
 from lamina.training.metrics import is_metric, smaller_is_better
 
@@ -199,6 +199,19 @@ class History(Sequence[Row]):
         levels[is_measured] = worst.accumulate(means[::-1])[::-1]
         return levels
 
+    def has_stalled(self, patience: int | None) -> bool:
+        """Return whether none of the last `patience` values of `metric` is better than all before; False if None.
+
+        >>> history = History([{"round": i + 1, "loss": loss} for i, loss in enumerate([0.9, 0.5, 0.5, 0.6])])
+        >>> history.has_stalled(2), history.has_stalled(3)
+        (True, False)
+        """
+        values = self._finite(self.metric, optional=True)
+        if patience is None or not len(values):
+            return False
+        best = values.argmin() if smaller_is_better(self.metric) else values.argmax()  # the first of equal values
+        return len(values) - 1 - int(best) >= patience
+
     def _first_round(self, values: NDArray[np.float64], target: float, name: str) -> int | None:
         """Return the first round whose value of a column reaches a target, or None."""
         sign = -1 if smaller_is_better(name) else 1
@@ -217,6 +230,33 @@ class History(Sequence[Row]):
             return BadInput(f"the history has no column '{name}': {NOT_EVALUATED}")
         names = dict.fromkeys("trust_ratio/…" if column.startswith("trust_ratio/") else column for column in columns)
         return BadInput(f"the history has no column '{name}'{nearest(name, columns)} (columns: {', '.join(names)})")
+
+    def plot(self, *columns: str, ax: Any = None, **style: Any) -> Any:
+        """Draw columns against the round, and return matplotlib's axes.
+
+        Args:
+            columns: their names; `metric` unless given. Rounds without a value are left out.
+            ax: the axes to draw on, to compare several histories; new ones unless given.
+            style: for matplotlib's `plot`, such as ``label="fedavg"``.
+        """
+        columns = columns or (self.metric,)
+        lines = {name: self.array(name) for name in columns}
+        if ax is None:
+            try:
+                from matplotlib import pyplot
+            except ImportError as error:
+                raise MissingExtra("history.plot() needs matplotlib: pip install matplotlib") from error
+            _, ax = pyplot.subplots()
+        rounds = self.array("round")
+        for name, values in lines.items():
+            drawn = ~np.isnan(values)
+            marker = {"marker": "o"} if drawn.sum() == 1 else {}  # a line of one point is invisible
+            ax.plot(rounds[drawn], values[drawn], **{"label": name, **marker, **style})
+        ax.set_xlabel("round")
+        ax.set_ylabel(", ".join(columns))
+        if len(ax.lines) > 1:
+            ax.legend()
+        return ax
 
     def to_csv(self, path: str | Path) -> None:
         """Write the table as CSV."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from lamina.algorithms.contract import Algorithm
 from lamina.base import rng
 from lamina.base.errors import BadInput, short_repr
 from lamina.base.text import listed
+from lamina.data import hub
 from lamina.data.dataset import Dataset
 from lamina.data.joining import as_data
 from lamina.data.matching import inherit_normalisation
@@ -53,6 +55,23 @@ def as_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None]:
             test_data = inherit_normalisation(test_data, train_data)
         check_alike(train_data, test_data)
     return train_data, test_data
+
+
+def as_named_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None, dict[str, Dataset]]:
+    """Return training data, the test data that runs are judged by, and further test data by name.
+
+    A dict holds test sets by name, the first of which is the one that runs are judged by; unless the training data are
+    by client: then it holds the test data of each.
+    """
+    if isinstance(test, Mapping) and not hub.is_hub_dataset(test):
+        data, _ = as_splits(data)
+        if data.client_column is None:
+            if not test or not all(isinstance(name, str) and name.isidentifier() for name in test):
+                raise BadInput(f"test is a dict with the keys {short_repr(list(test))}: name every test set by a word")
+            named = {name: as_splits(data, each)[1] for name, each in test.items()}
+            first, *others = ((name, each) for name, each in named.items() if each is not None)
+            return data, first[1], dict(others)
+    return *as_splits(data, test), {}
 
 
 def _check_clients(train: Dataset, test: Dataset) -> None:

@@ -411,12 +411,12 @@ def read_primary(config: Mapping[str, Any]) -> str | None:
 
 
 def of_column(column: str) -> Metric | None:
-    """Return the metric behind a column, such as f1 behind ``client_f1_worst10``; None if there is none.
+    """Return the metric behind a column, such as f1 behind ``client_f1_worst10`` and ``f1@noisy``; None without one.
 
     >>> of_column("client_accuracy_worst10"), of_column("bytes_up")
     (Metric('accuracy', larger is better), None)
     """
-    known = METRICS | _own
+    known, column = METRICS | _own, column.partition("@")[0]
     if column in known:
         return known[column]
     prefix = next((prefix for prefix in CLIENT_PREFIXES if column.startswith(prefix)), None)
@@ -428,8 +428,9 @@ def of_column(column: str) -> Metric | None:
 
 
 def is_metric(column: str) -> bool:
-    """Return whether a column is a metric itself, not one of clients."""
-    return column in METRICS or column in _own
+    """Return whether a column is a metric itself, also of one of several test sets, and not one of clients."""
+    name, _, _ = column.partition("@")
+    return name in METRICS or name in _own
 
 
 def smaller_is_better(column: str) -> bool:
@@ -439,7 +440,7 @@ def smaller_is_better(column: str) -> bool:
     ['loss', 'consistency', 'rmse']
     """
     metric = of_column(column)
-    if metric is not None and (metric.name == column or not column.endswith("_std")):
+    if metric is not None and (metric.name == column.partition("@")[0] or not column.endswith("_std")):
         return not metric.larger_is_better
     return _is_cost(column)
 

@@ -30,7 +30,8 @@ class Population:
     They may also differ in `clip`, `weighting`, the test data and all that the round plan decides but `batch_size`.
     What they must share (the training data, the model, the algorithm, ...) is compared; a difference is refused by
     name. Members that run client by client are trained in turn. A member that diverges is frozen and reported in
-    `diverged`, the others continue. Seconds of a round are shared equally among its members.
+    `diverged`, and one that its `patience` has stopped stays as it is; the others continue. Seconds of a round are
+    shared equally among its members.
 
     >>> import torch, lamina
     >>> x, y = torch.randn(60, 5), torch.randint(0, 3, (60,))
@@ -69,7 +70,7 @@ class Population:
         """Train one round of all members that have not diverged; return the finished members' rows."""
         engine = self.simulations[0].engine
         rows: dict[int, Row] = {}
-        active = [i for i in range(len(self.simulations)) if i not in self.diverged]
+        active = [i for i, one in enumerate(self.simulations) if i not in self.diverged and not one.has_stopped]
         if not active:
             return rows
         started = time.perf_counter()

@@ -25,6 +25,7 @@ from lamina.base.errors import BadInput, unknown
 from lamina.base.limits import check_count
 from lamina.data.dataset import Dataset
 from lamina.data.matching import match
+from lamina.data.samples import describe_samples
 from lamina.engines.choice import Engine, choose_engine
 from lamina.engines.devices import Precision, arithmetic, check_model_fits, usable_precision
 from lamina.engines.personal import first_record, personal_model, unpack
@@ -52,7 +53,7 @@ from lamina.training.history import History, Row
 from lamina.training.inputs import as_model
 from lamina.training.masks import with_mask
 from lamina.training.metrics import ACCURACY, LOSS, Metric
-from lamina.training.preflight import check_model, check_run
+from lamina.training.preflight import check_evaluation, check_model, check_run
 from lamina.training.preflight.inputs import warn_of_padding
 from lamina.training.preflight.targets import check_settings
 
@@ -86,6 +87,8 @@ class Training:
 
     Args:
         metrics: the primary one first; None: the accuracy, where there is one, else the loss.
+        patience: as for `Simulation`.
+        more_tests: further test data, whose columns end with their name: ``accuracy@noisy``.
     """
 
     def __init__(
@@ -103,7 +106,12 @@ class Training:
         heldout_clients: Heldout | None,
         local_test: float | None,
         metrics: Sequence[Metric] | None,
+        patience: int | None = None,
+        more_tests: Mapping[str, Dataset] | None = None,
     ) -> None:
+        if patience is not None and test is None:
+            raise BadInput("patience counts evaluations on test data without a better value: give test=(x, y)")
+        self.patience = None if patience is None else check_count("patience", patience)
         # what trains, by which settings, where
         self.algorithm, self.protocol, self.options, self.device = algorithm, protocol, options, device
         self.precision, self.deterministic = usable_precision(options.precision, device), options.deterministic
@@ -119,9 +127,11 @@ class Training:
             log.info("the model %s", self.objective.frozen_note())
 
         # the data, and which client trains on which of them in a round
+        self.samples = describe_samples(train)  # for a run's folder: what new data must look like
         self.train_data = with_mask(train, module).to(device)
         warn_of_padding(self.train_data)
         self.test_data = None if test is None else with_mask(match(test, train), module).to(device)
+        named = {name: with_mask(match(each, train), module).to(device) for name, each in (more_tests or {}).items()}
         check_settings(protocol, self.train_data)
         self.all_clients = deal(self.train_data, clients, partition, protocol.seed)
         self.reserved = reserve(self.all_clients, heldout_clients, local_test, protocol.seed)
@@ -133,7 +143,10 @@ class Training:
         with rng.forked(device, seed=0):  # the module runs, and may draw random numbers itself
             dry_run = check_run(algorithm, self.objective, self.train_data, self.test_data, self.plan, metrics)
             self.metrics = (LOSS if dry_run.batch.hits is None else ACCURACY,) if metrics is None else tuple(metrics)
-            self.evaluation = Evaluation(metrics, self.test_data, self._client_samples(options.client_metrics, metrics))
+            for each in named.values():
+                check_evaluation(self.objective, each, metrics)
+            clients_samples = self._client_samples(options.client_metrics, metrics)
+            self.evaluation = Evaluation(metrics, self.test_data, clients_samples, named)
             self.plan.round(1)  # so that an impossible plan is refused here, not in round 1
             self.engine: Engine = choose_engine(
                 options.engine,
@@ -157,9 +170,12 @@ class Training:
         self._planned: RoundPlan | None = None  # the next round's plan, if it was computed ahead
 
     def run(self, rounds: int, on_round: Callable[[Row], None] | None = None) -> History:
-        """Train for `rounds` more rounds and return the history; `on_round` is called with every round's metrics."""
+        """Train for `rounds` more rounds and return the history; `on_round` is called with every round's metrics.
+
+        With `patience`, training may stop earlier.
+        """
         last = self.state.round + check_count("run: rounds", rounds, least=0)
-        while self.state.round < last:
+        while self.state.round < last and not self.has_stopped:
             row = self.run_round(evaluate=self.state.round + 1 == last)
             if on_round is not None:
                 on_round(row)
@@ -221,6 +237,11 @@ class Training:
         """A copy of the trained module in evaluation mode; later rounds do not change it."""
         x = self.objective.whole(self.state.server.x)
         return copy_module(self.objective.module_at(x, self.state.buffers)).eval()
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the run has ended early: no better value of the metric within `patience` evaluations."""
+        return self.history.has_stalled(self.patience)
 
     @property
     def metric(self) -> str:

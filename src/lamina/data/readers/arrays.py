@@ -54,7 +54,7 @@ def read(
         mmap: Leave the inputs on disk, in a .safetensors file or .npy files, and read batches when they are used.
     """
     file = own_path(root, path)
-    where, where_test, arrays, held_out = str(file), str(test), _read_file(file, mmap), None
+    where, where_test, arrays, held_out = str(file), str(test), read_file(file, mmap), None
     if f"{features}_train" in arrays and features not in arrays:
         if test is not None:
             raise BadInput(f"{file} holds '{features}_train': take data.test out, its test data are '{features}_test'")
@@ -64,7 +64,7 @@ def read(
             for end in ("_train", "_test")
         )
     elif isinstance(test, str):
-        held_out = _read_file(own_path(root, test), mmap)
+        held_out = read_file(own_path(root, test), mmap)
     _check_arrays(where, arrays, [features, label, *([client] if client else [])])
     if held_out is not None:
         _check_arrays(where_test, held_out, [features, label])
@@ -80,7 +80,7 @@ def read(
     return splits._replace(train=dataclasses.replace(splits.train, columns=columns))
 
 
-def _read_file(file: Path, mmap: bool) -> Arrays:
+def read_file(file: Path, mmap: bool = False) -> Arrays:
     """Return all arrays of a file by name; nothing is unpickled."""
     if not file.is_dir() and file.suffix not in (".npz", ".safetensors"):
         raise BadInput(f"'{file}' is neither a .npz nor a .safetensors file, nor a folder of .npy files")

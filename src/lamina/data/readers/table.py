@@ -95,10 +95,10 @@ def read(
         where = " and ".join(where_part for where_part, _ in parts)
         frame = pandas.concat([part[frame.columns] for _, part in parts], ignore_index=True)
     is_typed = all(is_parquet(Path(where_part)) for where_part, _ in parts)
-    kept = {client: _identifiers(frame[client], is_typed)} if client else {}
+    kept = {client: identifiers(frame[client], is_typed)} if client else {}
     y = as_numbers(frame[label], is_typed)
     if y is None or (task or ("regression" if y.dtype.kind == "f" else "classification")) == "classification":
-        y = _identifiers(frame[label], is_typed)
+        y = identifiers(frame[label], is_typed)
     splits = make_splits(where, x.numpy(), y, is_test, task=task, columns=kept, name=Path(path).stem)
     return Splits(*(dataclasses.replace(data, preprocessing=preprocessing) for data in splits))
 
@@ -127,7 +127,7 @@ def _test_rows(parts: list[tuple[str, Any]], test: str | float | None, split: st
     return np.asarray(rows == "test")
 
 
-def _identifiers(column: Any, is_typed: bool) -> NDArray[Any]:
+def identifiers(column: Any, is_typed: bool) -> NDArray[Any]:
     """Return a column of classes or clients: numbers, or text where two different texts would be the same number."""
     numbers = as_numbers(column, is_typed)
     if numbers is None or len(np.unique(numbers)) < column.nunique():

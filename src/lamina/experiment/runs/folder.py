@@ -3,6 +3,7 @@
 - ``config.json``: the whole configuration, with every default and "auto" replaced by what was used
 - ``environment.json``: versions, machine, time of the start
 - ``partition.json``: how many samples of each class every client holds, for reports
+- ``model.json``: how the model is built and what its samples look like, see model_file.py
 - ``preprocessing.json``: how the features of a table were made, to prepare new tables for the model
 - ``metrics.jsonl``: a line per finished round
 - ``log.txt``: the lines of lamina's logger
@@ -45,6 +46,7 @@ from lamina.experiment.runs.records import (
     accepted_changes,
     check_config,
     differences,
+    has_all_rounds,
     names_in,
     read_diverged,
     read_environment,
@@ -97,6 +99,7 @@ class RunFolder:
         self._metric = read_primary(self.config)  # the column that the best model is chosen by
         self.history = History(metric=self._metric)  # the rounds found in the folder
         self.partition: Mapping[str, Any] | None = None  # the content of partition.json, if it is to be written
+        self.model: Mapping[str, Any] | None = None  # the content of model.json
         self.preprocessing: TablePreprocessing | None = None  # the content of preprocessing.json
         self.complete = False
         self.diverged: Diverged | None = None
@@ -159,7 +162,7 @@ class RunFolder:
         if how is not None:
             number = how.get("round", count + 1)
             self.diverged = Diverged(how["message"], round=number, client=how.get("client"), layer=how.get("layer", ""))
-        self.complete = count == self._model_round == self.config["train"]["rounds"]
+        self.complete = count == self._model_round and has_all_rounds(self.history, self.config)
         self._refuse_without_checkpoint(stored, finished)
 
     def _refuse_without_checkpoint(self, stored: Mapping[str, Any], finished: int) -> None:
@@ -242,6 +245,8 @@ class RunFolder:
             write_json(self.path / "environment.json", environment(self.config["run"]["device"]))
             if self.partition is not None:
                 write_json(self.path / "partition.json", self.partition)
+            if self.model is not None:
+                write_json(self.path / "model.json", self.model)
             if self.preprocessing is not None:
                 write_file(self.path / "preprocessing.json", self.preprocessing.to_json().encode())
             self._metrics = (self.path / "metrics.jsonl").open("ab")
@@ -300,6 +305,10 @@ class RunFolder:
         self.refuse_lost()
         state = simulation.state
         with self._writing():
+            if (
+                self.model is not None and not (self.path / "model.json").exists()
+            ):  # a run that an earlier version began
+                write_json(self.path / "model.json", self.model)
             save_model(self.path / "model.safetensors", simulation, state.round, state.server.x, state.buffers)
         self._say(f"{self.path}: complete after round {state.round}")
 

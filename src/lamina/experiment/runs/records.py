@@ -33,7 +33,7 @@ NO_PART_OF_IDENTITY = {
 FILES = {
     "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
     "model.safetensors", "diverged.json", "tensorboard", "mlflow.json", "federation.jsonl", "starts", "partition.json",
-    "preprocessing.json",
+    "model.json", "preprocessing.json",
 }  # fmt: skip
 REPLACED = f"replaced{PARTIAL}"  # a file in the folder of a run that is being deleted
 CHOOSE_ANOTHER = "choose another with --out (out=…), or give --overwrite (overwrite=True)"
@@ -75,8 +75,8 @@ class Record:
 
     @property
     def complete(self) -> bool:
-        """Return whether it ran all its rounds."""
-        return self.diverged is None and len(self.history) >= int(self.config["train"]["rounds"])
+        """Return whether it ran all its rounds, or stopped early as its patience says."""
+        return self.diverged is None and has_all_rounds(self.history, self.config)
 
     @property
     def ended(self) -> bool:
@@ -106,6 +106,12 @@ class Record:
     def tuning(self) -> bool:
         """Return whether it is a tuning run of a comparison."""
         return self.on_validation_data or "tuning" in self.folder.parts[-3:-1]
+
+
+def has_all_rounds(history: History, config: Mapping[str, Any]) -> bool:
+    """Return whether a history ends where the run of a configuration does: at its last round, or stopped early."""
+    train = config["train"]
+    return len(history) >= int(train["rounds"]) or history.has_stalled(train.get("patience"))
 
 
 def find_records(paths: Iterable[str | Path], known: dict[Path, MetricsFile] | None = None) -> list[Record]:
@@ -205,6 +211,9 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int
     a, b = _identity(stored), _identity(now)
     if b["train.rounds"] >= finished:
         a["train.rounds"] = b["train.rounds"]
+    before, after = a.get("train.patience"), b.get("train.patience")
+    if before is not None and (after is None or after > before):  # more patience continues the run
+        a["train.patience"] = after
     for flat in (a, b):
         for key in [key for key in flat if key.startswith(("compare.", "code."))]:
             del flat[key]

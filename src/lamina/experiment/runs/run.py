@@ -22,6 +22,7 @@ from lamina.engines.stacked.engine import Stacked
 from lamina.experiment.build import choose_threads
 from lamina.experiment.config import Experiment
 from lamina.experiment.runs.folder import RunFolder
+from lamina.experiment.runs.model_file import describe_model
 from lamina.storage.checkpoint import Checkpoints, load_newest
 from lamina.storage.identity import of_run
 from lamina.training.evaluation import refuse_nonfinite
@@ -162,13 +163,13 @@ def train(
 
     A finished round is in the metrics before the next begins. Checkpoints of all are written together, so that they
     are never more than one apart. Return whether training was stopped before the last round; the folders know which
-    runs diverged.
+    runs diverged. A run that its patience stops is complete, and the others continue.
     """
     rounds, every = experiment.train.rounds, experiment.run.checkpoint_every
     torch.set_num_threads(choose_threads(experiment, simulations[0].objective.start.numel()))
     for folder, simulation in zip(folders, simulations, strict=True):
         if isinstance(folder, RunFolder):
-            folder.partition = describe_partition(simulation)
+            folder.partition, folder.model = describe_partition(simulation), describe_model(simulation, experiment)
             folder.preprocessing = simulation.train_data.preprocessing
     population = Population(simulations) if len(simulations) > 1 else None
     diverged: dict[int, Diverged] = {}
@@ -182,7 +183,9 @@ def train(
     if population is not None:
         population.diverged |= diverged
     number = max(simulation.state.round for simulation in simulations)
-    while number < rounds and len(diverged) < len(simulations):
+    complete = {i for i, simulation in enumerate(simulations) if i not in diverged and _has_stopped(simulation)}
+    _for_each(complete, lambda i: folders[i].finish(simulations[i]))  # killed before its model was written
+    while number < rounds and len(diverged) + len(complete) < len(simulations):
         number += 1
         rows, failed = _run_round(simulations, population, diverged, evaluate=number == rounds)
         for i, row in rows.items():
@@ -190,17 +193,26 @@ def train(
             on_round(i, row)
         stopped = not everywhere(not stop()) and number < rounds
         # A run that diverges leaves the population: save the others, so that this round is not repeated without it.
-        if number % every == 0 or number == rounds or stopped or failed:
+        ended = {i for i in rows if i not in failed and _has_stopped(simulations[i])}
+        if number % every == 0 or number == rounds or stopped or failed or ended:
             _for_each(rows, lambda i: folders[i].checkpoint(simulations[i]))
+        _for_each(ended, lambda i: folders[i].finish(simulations[i]))
+        complete |= ended
         for i, reason in failed.items():
             folders[i].diverge(reason)
         diverged |= failed
-        if stopped:
-            for i in rows:
+        if stopped and len(diverged) + len(complete) < len(simulations):
+            for i in rows.keys() - complete:
                 folders[i].stopped(number)
             return True
-    _for_each([i for i in range(len(simulations)) if i not in diverged], lambda i: folders[i].finish(simulations[i]))
+    left = [i for i in range(len(simulations)) if i not in diverged and i not in complete]
+    _for_each(left, lambda i: folders[i].finish(simulations[i]))
     return False
+
+
+def _has_stopped(simulation: Training) -> bool:
+    """Return whether a run has stopped early, in all processes alike: the first one alone has the whole history."""
+    return simulation.patience is not None and not everywhere(not simulation.has_stopped)
 
 
 def describe_partition(simulation: Training) -> dict[str, Any] | None:

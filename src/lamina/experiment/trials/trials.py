@@ -370,7 +370,10 @@ def has_ended(job: Job) -> bool:
     """Return whether a job's folder holds all its rounds and the model, or a run that diverged."""
     if (job.folder / "diverged.json").exists():
         return True
-    return (job.folder / "model.safetensors").exists() and len(read_record(job.folder).history) >= job.rounds
+    if not (job.folder / "model.safetensors").exists():
+        return False
+    history = read_record(job.folder).history
+    return len(history) >= job.rounds or history.has_stalled(job.experiment.train.patience)
 
 
 def stackable(runs: list[_Open]) -> list[list[_Open]]:

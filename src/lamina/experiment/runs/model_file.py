@@ -1,0 +1,129 @@
+"""``model.json``: how a run's model is built, what its samples look like, and how its outputs are read.
+
+With the weights beside it, it is all that `lamina.load` needs. Functions and classes of the user's are named by
+``module:name`` and imported; nothing of them is stored.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lamina.base.errors import BadInput
+from lamina.data.dataset import Dataset
+from lamina.experiment.config import Experiment
+from lamina.models import layers, registry
+from lamina.models.registry import Factory
+from lamina.objective import losses
+from lamina.objective.fingerprint import attributes_digest
+from lamina.objective.losses import LOSSES, Loss
+from lamina.training.inputs import create_model
+from lamina.training.metrics import METRICS
+from lamina.training.training import Training
+
+log = logging.getLogger(__name__)
+
+LOSS_CLASSES = {
+    "CrossEntropy": ("weight", "label_smoothing", "class_axis"),
+    "BinaryCrossEntropy": ("positive_weight",),
+}  # by their names in `lamina.losses`, with their arguments
+
+
+class MissingCode(BadInput):
+    """The user's own code that a run was trained with cannot be imported, or not called as it was."""
+
+
+def describe_model(simulation: Training, experiment: Experiment) -> dict[str, Any]:
+    """Return the content of ``model.json`` for a run."""
+    objective, given = simulation.objective, experiment.objects.model
+    model: dict[str, Any] = {"name": experiment.model.name, "options": experiment.model.options()}
+    if isinstance(given, functools.partial):
+        model = {"name": code_name(given.func), "options": dict(given.keywords)}
+    elif given is not None:
+        model = {"name": code_name(type(given) if isinstance(given, nn.Module) else given), "options": {}}
+    if given is not None or ":" in experiment.model.name:
+        # layers of torch need none of the user's code
+        model |= {"layers": layers.describe(objective.module), "attributes": objective.attributes}
+        model["is_class"] = isinstance(given, nn.Module)
+    own_metrics = [metric for metric in simulation.metrics if metric.name not in METRICS]
+    return {
+        "model": model | {"frozen": sorted(objective.frozen)},
+        "samples": simulation.samples,
+        "loss": _describe_loss(simulation.protocol.loss),
+        "own_metrics": {metric.name: code_name(metric.function) for metric in own_metrics},
+    }
+
+
+def code_name(thing: Any) -> str:
+    """Return the ``module:name`` that a function or class, or the class of an object, is imported by."""
+    thing = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{thing.__module__}:{thing.__qualname__}"
+
+
+def build_model(facts: Mapping[str, Any], like: Dataset, given: Any = None) -> nn.Module:
+    """Return the module of a run with other weights.
+
+    Args:
+        facts: the "model" of ``model.json``.
+        like: a sample of the training data.
+        given: the module, or the function that makes it, if the user has given it.
+    """
+    name, options, described = facts["name"], facts["options"], facts.get("layers")
+    if isinstance(given, nn.Module):
+        return given
+    if given is None and described is not None:
+        return layers.build(described)
+    if given is None and name in registry():
+        return create_model(name, like, seed=0, **options)
+    try:
+        factory: Factory | str = name if given is None else given
+        module = create_model(factory, like, seed=0, **options)
+    except BadInput as error:
+        if given is not None:
+            raise
+        raise _missing(name, str(error)) from error
+    if given is None and attributes_digest(module) != facts["attributes"]:
+        if facts["is_class"]:  # called without the arguments it had
+            raise _missing(name, "the class was called with arguments, which no folder stores")
+        log.warning("the model '%s' has other settings than when it was trained: its code, or torch, has changed", name)
+    return module
+
+
+def _missing(name: str, why: str) -> MissingCode:
+    return MissingCode(
+        f"the run's model is your own '{name}', and it cannot be made from the folder ({why}): give it, "
+        "lamina.load(folder, model=…), as a module or a function that returns one"
+    )
+
+
+def _describe_loss(loss: str | Loss) -> dict[str, Any]:
+    """Return a loss by name, with the values of lamina's own classes."""
+    if isinstance(loss, str):
+        return {"name": loss}
+    for name, known in LOSSES.items():
+        if loss is known:
+            return {"name": name}
+    for name, arguments in LOSS_CLASSES.items():
+        if type(loss) is getattr(losses, name):
+            values = {argument: getattr(loss, argument) for argument in arguments}
+            return {"name": name} | {k: v.tolist() if hasattr(v, "tolist") else v for k, v in values.items()}
+    return {"name": code_name(loss)}
+
+
+def build_loss(facts: Mapping[str, Any]) -> Loss:
+    """Return the loss of a run; raise `MissingCode` for one that cannot be imported."""
+    name, values = facts["name"], {key: value for key, value in facts.items() if key != "name"}
+    if name in LOSS_CLASSES:
+        known: Loss = getattr(losses, name)(**values)
+        return known
+    try:
+        loss = losses.as_loss(name)
+    except BadInput as error:
+        raise MissingCode(f"the run's loss is your own '{name}': {error}") from error
+    if isinstance(loss, type):
+        raise MissingCode(f"the run's loss is an object of your class '{name}', whose values no folder stores")
+    return loss

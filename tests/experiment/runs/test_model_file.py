@@ -1,0 +1,37 @@
+"""``model.json``; tests/api/test_trained.py loads the models that it describes."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import lamina
+from lamina.experiment.runs.model_file import MissingCode, build_loss, code_name, describe_model
+
+LOGITS, LABELS = torch.tensor([[0.3, -1.0], [2.0, 0.5]]), torch.tensor([0, 1])
+
+
+def stored_loss(tmp_path, loss):
+    data = (torch.randn(20, 5), torch.arange(20) % 2)
+    lamina.Simulation(nn.Linear(5, 2), data, "fedavg", clients=2, loss=loss, out=tmp_path / "run", device="cpu").run(1)
+    return json.loads((tmp_path / "run" / "model.json").read_text())["loss"]
+
+
+@pytest.mark.parametrize(
+    "loss", ["cross_entropy", lamina.losses.cross_entropy, lamina.losses.CrossEntropy([0.1, 3.0], label_smoothing=0.2)]
+)
+def test_laminas_losses_are_built_with_their_values(tmp_path, loss):
+    expected = lamina.losses.cross_entropy if isinstance(loss, str) else loss
+    assert torch.equal(build_loss(stored_loss(tmp_path, loss))(LOGITS, LABELS), expected(LOGITS, LABELS))
+
+
+def test_the_values_of_a_users_object_are_not_stored(tmp_path):
+    stored = stored_loss(tmp_path, nn.CrossEntropyLoss(reduction="none"))
+    with pytest.raises(MissingCode, match=r"an object of your class .*CrossEntropyLoss"):
+        build_loss(stored)
+
+
+def test_code_is_named_as_it_is_imported():
+    assert code_name(describe_model) == "lamina.experiment.runs.model_file:describe_model"
+    assert code_name(nn.Linear(1, 1)).endswith("linear:Linear")

@@ -1,0 +1,90 @@
+"""Several named test sets: columns by name, the first one is judged."""
+
+import pytest
+import torch
+from torch import nn
+
+import lamina
+from lamina.experiment.runs.records import find_records
+from lamina.training.metrics import is_metric, is_percent, of_column, smaller_is_better
+
+X = torch.randn(80, 4, generator=torch.Generator().manual_seed(0))
+DATA = (X, (X[:, 0] > 0).long())
+CLEAN, NOISY = (X[:20], DATA[1][:20]), (X[20:50].flip(1), DATA[1][20:50])
+
+
+def simulation(test, **more):
+    options = {"clients": 4, "lr": 0.3, "device": "cpu", **more}
+    torch.manual_seed(0)
+    return lamina.Simulation(nn.Linear(4, 2), DATA, "fedavg", test=test, **options)
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+def test_every_set_is_evaluated_and_the_first_is_the_one_judged(engine):
+    both = simulation({"clean": CLEAN, "noisy": NOISY}, engine=engine, metrics=["f1", "accuracy"]).run(3)
+    for test, ending in ((CLEAN, ""), (NOISY, "@noisy")):
+        alone = simulation(test, engine=engine, metrics=["f1", "accuracy"]).run(3)
+        for name in ("loss", "f1", "accuracy"):
+            assert both.column(f"{name}{ending}") == alone.column(name)
+    assert both.metric == "f1"
+    assert both.best() == max(both.column("f1"))
+    assert both.best("loss@noisy") == min(both.column("loss@noisy"))
+    assert "accuracy@noisy" in repr(both)
+
+
+def test_the_columns_have_the_direction_of_their_metric():
+    assert of_column("f1@noisy") is of_column("f1")
+    assert is_metric("f1@noisy")
+    assert is_percent("accuracy@noisy")
+    assert smaller_is_better("loss@north")
+    assert not smaller_is_better("accuracy@loss")
+    assert not is_metric("drift@noisy")
+
+
+def test_the_folder_knows_all_sets(tmp_path):
+    first = simulation({"clean": CLEAN, "noisy": NOISY}, out=tmp_path / "run")
+    first.run(2)
+    again = simulation({"clean": CLEAN, "noisy": NOISY}, out=tmp_path / "run")
+    assert again.run(2).column("accuracy@noisy") == first.history.column("accuracy@noisy")
+    assert find_records([tmp_path])[0].history.metric == "accuracy"
+    other = simulation({"clean": CLEAN, "noisy": CLEAN}, out=tmp_path / "run")
+    with pytest.raises(lamina.BadInput, match="another run"):
+        other.run(2)
+
+
+def test_a_comparison_reports_every_set(tmp_path):
+    result = lamina.compare(lambda: nn.Linear(4, 2), DATA, ["fedavg"], test={"clean": CLEAN, "noisy": NOISY}, rounds=2,
+                            clients=4, seeds=1, lr=[0.1, 0.3], device="cpu", out=tmp_path / "c")  # fmt: skip
+    (final,) = result.histories["fedavg"]
+    assert {"accuracy", "accuracy@noisy"} <= set(final.columns)
+    tuning = [record for record in find_records([tmp_path / "c"]) if record.on_validation_data]
+    assert tuning
+    assert not any("accuracy@noisy" in record.history.columns for record in tuning)
+
+
+def test_labels_are_numbered_as_in_the_training_data():
+    names = ["b" if label else "a" for label in DATA[1]]
+    named = {"clean": (X[:20], names[:20]), "rest": (X[20:], names[20:])}
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    history = lamina.Simulation(model, (X, names), "fedavg", test=named, clients=4, lr=0.3, device="cpu").run(2)
+    assert history.best("accuracy@rest") > 0.5
+
+
+@pytest.mark.parametrize("test", [{}, {"a b": CLEAN}, {1: CLEAN}])
+def test_names_are_words(test):
+    with pytest.raises(lamina.BadInput, match="name every test set by a word"):
+        simulation(test)
+
+
+def test_a_bad_set_is_refused_before_training():
+    with pytest.raises(lamina.BadInput):
+        simulation({"clean": CLEAN, "odd": (torch.randn(5, 3), torch.zeros(5).long())})
+    with pytest.raises(lamina.BadInput, match="appears only in the test data"):
+        simulation({"clean": CLEAN, "odd": (X[:5], torch.tensor([0, 1, 2, 0, 1]))})
+
+
+def test_of_data_by_client_a_dict_is_the_test_data_of_each():
+    parts = {"north": (X[:40], DATA[1][:40]), "south": (X[40:], DATA[1][40:])}
+    run = lamina.Simulation(nn.Linear(4, 2), parts, "fedavg", test=parts, lr=0.3, device="cpu")
+    assert not any("@" in column for column in run.run(1).columns)
