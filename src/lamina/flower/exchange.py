@@ -13,7 +13,7 @@ from flwr.app import Array, MessageType, RecordDict
 from lamina.engines.state import State
 from lamina.flower import checks, wire
 from lamina.flower.checks import Expected, FullGradient, NodeMetrics, Problem, Refused, Update
-from lamina.flower.mail import Mail, late
+from lamina.flower.mail import Mail, NoReply, late
 from lamina.flower.records import Attendance, Memory
 from lamina.flower.roster import Roster
 from lamina.flower.setup import Setup
@@ -131,7 +131,7 @@ class Exchange:
                 record.diverged[client] = problem.diverged
                 record.refuse(client, problem.text)
             elif problem is not None:
-                record.miss(client, problem.text)
+                record.fail(client, problem.text)
             else:
                 try:
                     answers[client] = read(client, content)
@@ -146,8 +146,8 @@ class Exchange:
         while waiting:
             for sent, reply in self.mail.look(waiting, record).items():
                 client = waiting.pop(sent)
-                if isinstance(reply, str):
-                    record.miss(client, reply)
+                if isinstance(reply, NoReply):
+                    (record.fail if reply.is_error else record.miss)(client, reply.why)
                 else:
                     take(client, reply.content)
             if not waiting or time.monotonic() >= until:

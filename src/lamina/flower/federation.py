@@ -66,7 +66,8 @@ class Federation(Setup):
             is one client).
         deadline: seconds that nodes have to answer a message; the original Mime has two in a round, and an evaluation
             on nodes is one more.
-        attempts: how often a round that misses the quorum is tried before the run stops.
+        attempts: how often a round that misses the quorum is tried before the run stops. It is not tried again if the
+            quorum is out of reach without clients that have reported the same error twice in a row.
         poll: seconds between two looks for replies.
         limits: what an update may be.
         signing_key: the file with the server's private key, which signs every message to a node; else

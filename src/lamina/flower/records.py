@@ -34,6 +34,7 @@ class Attendance:
         self.refused: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.diverged: dict[int, str] = {}  # by client: the layer in which its training went non-finite
+        self.errors: dict[int, str] = {}  # by client: why its answer cannot be used; not of clients that are silent
         self._nodes = nodes  # by client
 
     def accept(self, clients: Iterable[int]) -> None:
@@ -44,8 +45,14 @@ class Attendance:
         """Record a client that did not answer."""
         self.missing.append({**self._entry(client), "why": why})
 
+    def fail(self, client: int, why: str) -> None:
+        """Record a client that answered with an error."""
+        self.errors[client] = why
+        self.miss(client, why)
+
     def refuse(self, client: int, why: str) -> None:
         """Record a client whose answer is not used."""
+        self.errors[client] = why
         self.refused.append({**self._entry(client), "why": why})
 
     def note(self, text: str) -> None:
