@@ -67,6 +67,30 @@ def new(
     echo(f"try it: lamina flower up {folder} --nodes {nodes}")
 
 
+# --- a node, before it joins ------------------------------------------------------------------------------------------
+
+
+@flower.command(name="check-node")
+def check_node(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder of the Flower app")],
+    node_config: Annotated[
+        str, typer.Option("--node-config", help="what flower-supernode will be given under the same name")
+    ],
+) -> None:
+    """Try the app on this node's own data before it joins: load data and model, train one step, change nothing.
+
+    Prints what the node has and would send. Each problem is one line, and the exit code is then 2.
+    """
+    from lamina.flower.dry_run import check_node
+
+    problems = check_node(folder, node_config, echo)
+    for problem in problems:
+        base.print_problem("error", problem)
+    if problems:
+        raise typer.Exit(2)
+    echo("ready to join")
+
+
 # --- a federation on this machine ------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from lamina.flower.records import Attendance, Memory
 from lamina.flower.roster import Roster
 from lamina.flower.setup import Setup
 from lamina.flower.wire import Task
+from lamina.rounds.plan import Plan
 
 
 class Exchange:
@@ -166,20 +167,25 @@ class Exchange:
         return {client: self._message(state, arrays, number, client) for client in clients}
 
     def _message(self, state: State, down: Mapping[str, Array], number: int, client: int, **more: Any) -> RecordDict:
-        """Return a message of round `number`; `more` are the entries of its task for a client that trains."""
-        plan, memory = self.setup.plan, self.memory
-        memory.last_task += 1
-        task = Task(
-            run=memory.run,
-            token=secrets.token_hex(8),
-            app=self.app,
-            number=memory.last_task,
-            round=number,
-            client=client,
-            clients=plan.clients.count,
-            participation=len(plan.cohort(number)) / plan.clients.count,
-            settings=json.dumps(plan.protocol.local_record(number)),
-            **({"base": "", "keep": [], "held": [], "held_digests": [], "gradient": ""} | more),
-        )
-        buffers = {name: wire.encode(value) for name, value in wire.floating(state.buffers).items()}
-        return wire.content_of({"down": down, "buffers": buffers, "task": task.model_dump()})
+        return write_message(self.setup.plan, self.app, self.memory, state, down, number, client, **more)
+
+
+def write_message(
+    plan: Plan, app: str, memory: Memory, state: State, down: Mapping[str, Array], number: int, client: int, **more: Any
+) -> RecordDict:
+    """Return a message of round `number`; `more` are the entries of its task for a client that trains."""
+    memory.last_task += 1
+    task = Task(
+        run=memory.run,
+        token=secrets.token_hex(8),
+        app=app,
+        number=memory.last_task,
+        round=number,
+        client=client,
+        clients=plan.clients.count,
+        participation=len(plan.cohort(number)) / plan.clients.count,
+        settings=json.dumps(plan.protocol.local_record(number)),
+        **({"base": "", "keep": [], "held": [], "held_digests": [], "gradient": ""} | more),
+    )
+    buffers = {name: wire.encode(value) for name, value in wire.floating(state.buffers).items()}
+    return wire.content_of({"down": down, "buffers": buffers, "task": task.model_dump()})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ class Node(ClientApp):
     def __init__(self, setup: Setup) -> None:
         super().__init__()
         self.setup, self.algorithm = setup, setup.algorithm
+        self.training_seconds = 0.0  # of the last local training
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message; a problem is reported in one line, and no exception is raised.
@@ -96,7 +98,9 @@ class Node(ClientApp):
             info = info._replace(
                 full_gradient=loop.full_gradient(down.x, buffers, plan, 0) if sent is None else sent.to(down.x.device)
             )
+        started = time.monotonic()
         local, losses = loop.train_client(down, client, buffers, info, plan, 0)
+        self.training_seconds = time.monotonic() - started
         up, new_client = self.algorithm.finish(local, down, client, info)
         if not all_finite(losses, *up, *new_client):
             loop.explain(down, client, self._buffers(content), info, plan, 0, up)  # raises Diverged
@@ -139,6 +143,11 @@ class Node(ClientApp):
             torch.set_num_threads(1)
         return objective
 
+    def state_folder(self, context: Context) -> Path:
+        """Return the folder for what this node keeps between rounds."""
+        root = context.node_config.get("state-dir") or self.setup.state_dir or default_folder()
+        return Path(str(root)).expanduser()
+
     def _begin(self, content: RecordDict, context: Context) -> tuple[Task, Store, Dataset]:
         task, store = self._accept(content, context)
         self.objective.refuse_rate(task.protocol.lr)
@@ -160,8 +169,7 @@ class Node(ClientApp):
                 f"this node is client {task.client} for the server, and its own partition-id is {partition}: "
                 "correct the server's list of nodes, or restart the node with the other number"
             )
-        root = context.node_config.get("state-dir") or self.setup.state_dir or default_folder()
-        store = Store(Path(str(root)).expanduser(), task.run, task.client)
+        store = Store(self.state_folder(context), task.run, task.client)
         store.refuse_replay(task.number)
         return task, store
 
