@@ -91,6 +91,32 @@ def check_node(
     echo("ready to join")
 
 
+# --- a run, while it runs ---------------------------------------------------------------------------------------------
+
+
+@flower.command()
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="the run's folder, on the server's machine")],
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="print numbers in Prometheus' text format; exit 0")
+    ] = False,
+) -> None:
+    """Say how a run of a federation goes; the exit code is for health checks.
+
+    0: it runs or is complete. 3: it diverged. 4: it stopped before its last round. 5: it runs, and the last attempt at
+    a round missed the quorum.
+    """
+    from lamina.flower.status import EXIT_CODES, Status
+
+    found = Status.read(run)
+    if metrics:
+        base.echo_text(found.metrics())
+        return
+    for line in found.lines():
+        echo(line)
+    raise typer.Exit(EXIT_CODES[found.state])
+
+
 # --- a federation on this machine ------------------------------------------------------------------------------------
 
 
