@@ -1,5 +1,7 @@
 """Rounds of the server: quorum, attempts, deadlines, evaluation, and why a run stops."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 from flwr.app import Message
@@ -22,7 +24,7 @@ from flower_setup import (
     the_data,
 )
 from lamina.base.errors import Diverged
-from lamina.flower import Stopped
+from lamina.flower import Stopped, keys
 
 
 def test_below_the_quorum_the_round_is_repeated_then_the_run_stops_and_can_resume(tmp_path):
@@ -190,6 +192,21 @@ def test_errors_that_differ_are_tried_again(tmp_path):
 
     setup.run(setup.grid(on_reply=on_reply))
     assert [entry["complete"] for entry in setup.journal] == [False, False, True]
+
+
+def test_certificates_that_end_soon_are_noted_once_a_day(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(keys, "VALID_FOR", timedelta(days=3, minutes=1))
+        made = keys.make_server_keys(tmp_path / "keys")
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=2, more={"signing_key": made.signing_key})
+    grid = setup.grid()
+    for context in grid.contexts.values():
+        context.node_config["server-key"] = str(made.verifying_key)
+    setup.run(grid)
+    for entry in setup.journal:
+        assert "server.pem' ends on " in entry["notes"][0]
+    log = (setup.out / "log.txt").read_text()
+    assert log.count("in 3 days: run `lamina flower renew`") == 1
 
 
 def test_evaluation_on_nodes_is_weighted_by_examples(tmp_path):

@@ -37,6 +37,31 @@ def keys(
     echo(f"secret, stays here: {files.key}, {files.server_key}, {files.signing_key}")
     echo(f"for every node:     {files.certificate}, {files.verifying_key}")
     echo(f"for the SuperLink:  {files.server_certificate}")
+    echo_ends(folder)
+
+
+@flower.command()
+def renew(folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder that `flower keys` made")]) -> None:
+    """Make a new certificate for the server; its key, its hosts and all other keys stay. Needs ca.key.
+
+    Then restart the SuperLink and reload the reverse proxy. Nodes need nothing, unless ca.crt is new as well.
+    """
+    from lamina.flower.keys import ServerKeys
+    from lamina.flower.keys import renew as renew_certificates
+
+    new = renew_certificates(folder)
+    echo(f"new: {', '.join(map(str, new))}")
+    if ServerKeys(folder).certificate in new:
+        echo("send ca.crt to every node, and restart its SuperNode before the old ca.crt ends")
+    echo_ends(folder)
+
+
+def echo_ends(folder: Path) -> None:
+    """Print when the certificates in a folder end."""
+    from lamina.flower.keys import ends
+
+    shown = ", ".join(f"{path} on {end:%Y-%m-%d}" for path, end in ends(folder).items())
+    echo(f"certificates end:   {shown}; `lamina flower renew {folder}` makes new ones")
 
 
 @flower.command(name="node-key")

@@ -7,6 +7,7 @@ Only signatures are left out, because a node cannot sign for its server.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import secrets
 import tempfile
 import time
@@ -22,7 +23,7 @@ from lamina.base.errors import BadInput, LaminaError, describe_error
 from lamina.base.limits import in_bytes
 from lamina.base.text import plural
 from lamina.engines.state import State
-from lamina.flower import checks, internals, signing, wire
+from lamina.flower import checks, internals, keys, signing, wire
 from lamina.flower.apps import AppFolder
 from lamina.flower.checks import Expected, FullGradient, Refused
 from lamina.flower.exchange import write_message
@@ -34,6 +35,7 @@ from lamina.rounds.plan import Plan
 from lamina.storage.files import check_writable
 from lamina.training.preflight.model import check_lone_samples
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 Say = Callable[[str], None]
 
@@ -80,7 +82,10 @@ def _check_key(context: Context) -> None:
             f"without {signing.NODE_OPTION} in its configuration, this node would refuse every task: give it the path "
             "of the server's tasks.pub"
         )
-    signing.load_key(Path(str(path)).expanduser())
+    file = Path(str(path)).expanduser()
+    signing.load_key(file)
+    for line in keys.ending_soon(file.parent):  # ca.crt came together with the key
+        log.warning(line)
 
 
 def _check_state_folder(node: Node, context: Context) -> None:

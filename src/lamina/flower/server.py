@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from lamina.flower import wire
 from lamina.flower.checks import Update
 from lamina.flower.exchange import Exchange
 from lamina.flower.judge import Judge
+from lamina.flower.keys import ending_soon
 from lamina.flower.mail import LATE, Mail, Traffic
 from lamina.flower.records import Attendance, Journal, Memory, count_start
 from lamina.flower.roster import Roster
@@ -46,10 +48,10 @@ class Stopped(LaminaError):
 
 
 class Server:
-    """One run of a federation."""
+    """One run of a federation; `keys` is the folder of its keys and certificates."""
 
-    def __init__(self, setup: Setup, folder: RunFolder, mail: Mail, nodes: Mapping[int, int]) -> None:
-        self.setup, self.folder = setup, folder
+    def __init__(self, setup: Setup, folder: RunFolder, mail: Mail, nodes: Mapping[int, int], keys: Path) -> None:
+        self.setup, self.folder, self.keys = setup, folder, keys
         self.algorithm, self.plan, self.protocol = setup.algorithm, setup.plan, setup.protocol
         self.objective = setup.objective()
         self.objective.refuse_rate(self.protocol.lr)
@@ -144,6 +146,8 @@ class Server:
         errors: dict[int, str] = {}  # of the attempt before, by client
         for attempt in range(1, attempts + 1):
             record = Attendance(number, attempt, nodes=self.roster.nodes)
+            for line in ending_soon(self.keys):
+                record.note(line)
             down, updates = self._attempt(cohort, needed, record)
             self._warn(record)
             if len(updates) >= needed:
