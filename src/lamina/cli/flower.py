@@ -84,7 +84,7 @@ def new(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that is new or empty")],
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="nodes of the federation")] = 3,
 ) -> None:
-    """Write a Flower app for your own model and data. It runs as it is; its README says how, also on three machines."""
+    """Write a Flower app for your own model and data. It runs as it is; its README says how to deploy it."""
     from lamina.cli.flower_template import write_new_app
 
     package = write_new_app(folder, nodes)
