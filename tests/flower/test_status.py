@@ -1,5 +1,6 @@
 """How a run goes: its state, the exit code for health checks, and the numbers for Prometheus."""
 
+import os
 import re
 import time
 
@@ -76,6 +77,24 @@ def test_a_run_that_has_stopped_names_who_is_missing(tmp_path, capsys):
     assert code == 4
     assert text == f"stopped: 0 of 2 rounds finished\nclient 2 (node {NODE + 2}): it is not connected\n"
     assert samples(status(setup, capsys, "--metrics")[1])["state", 'state="stopped"'] == 1
+
+
+def test_a_server_that_no_longer_renews_its_lease_does_not_count(tmp_path):
+    """As after a crash in another container, whose processes cannot be seen."""
+    setup = Setup(tmp_path, "fedavg", rounds=1)
+    seen = []
+
+    def on_reply(grid, node, message, reply):
+        lease = setup.out / "lease"
+        os.utime(lease, (time.time() - 200,) * 2)
+        seen.append(Status.read(setup.out).state)
+        lease.touch()
+        seen.append(Status.read(setup.out).state)
+        return reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    assert set(seen[::2]) == {"stopped"}
+    assert set(seen[1::2]) == {"running"}
 
 
 def test_a_run_that_has_diverged(tmp_path, capsys):

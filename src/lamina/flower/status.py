@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from lamina.base.text import plural
 from lamina.experiment.runs.records import Record, read_record
 from lamina.flower.records import Journal
-from lamina.storage.leases import is_held
+from lamina.storage.leases import LEASE_S, NAME, is_held
 
 COMPLETE, RUNNING, DIVERGED, STOPPED, NO_QUORUM = "complete", "running", "diverged", "stopped", "without a quorum"
 EXIT_CODES = {COMPLETE: 0, RUNNING: 0, DIVERGED: 3, STOPPED: 4, NO_QUORUM: 5}
@@ -31,7 +31,7 @@ class Status(NamedTuple):
         """Return the status of the run in a folder."""
         record, journal = read_record(folder), Journal(folder)
         last = journal.path if journal.path.exists() else folder / "metrics.jsonl"
-        return cls(record, journal.read(), last.stat().st_mtime, is_held(folder))
+        return cls(record, journal.read(), last.stat().st_mtime, is_held(folder) and _is_renewed(folder / NAME))
 
     @property
     def state(self) -> str:
@@ -84,6 +84,14 @@ class Status(NamedTuple):
             ("last_attempt_timestamp_seconds", "gauge", "When the last attempt ended.", [(run, self.last_attempt)]),
         ]
         return "".join(_family(name, kind, text, found) for name, kind, text, found in families)
+
+
+def _is_renewed(lease: Path) -> bool:
+    """Return whether a lease was renewed of late: whether its owner has ended cannot be seen from another container."""
+    try:
+        return time.time() - lease.stat().st_mtime < 2 * LEASE_S
+    except OSError:
+        return False
 
 
 def _absence(one: Mapping[str, Any], group: str) -> str:
