@@ -109,7 +109,7 @@ def test_a_renewed_certificate_is_trusted_with_what_nodes_have(tmp_path, monkeyp
         made = keys.make_server_keys(tmp_path, ["server.example.org", "10.0.0.7"])
     (line,) = keys.ending_soon(tmp_path)
     assert f"the certificate '{tmp_path}/server.pem' ends on " in line
-    assert "in 12 days: run `lamina flower renew`" in line
+    assert "in 12 days: renew it on the server with `lamina flower renew`" in line
     before = {path: path.read_bytes() for path in vars(made).values()}
     assert keys.renew(tmp_path) == [made.server_certificate]
     assert [path for path, data in before.items() if path.read_bytes() != data] == [made.server_certificate]

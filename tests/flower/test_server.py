@@ -206,7 +206,7 @@ def test_certificates_that_end_soon_are_noted_once_a_day(tmp_path, monkeypatch):
     for entry in setup.journal:
         assert "server.pem' ends on " in entry["notes"][0]
     log = (setup.out / "log.txt").read_text()
-    assert log.count("in 3 days: run `lamina flower renew`") == 1
+    assert log.count("in 3 days: renew it on the server") == 1
 
 
 def test_evaluation_on_nodes_is_weighted_by_examples(tmp_path):

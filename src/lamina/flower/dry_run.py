@@ -33,6 +33,7 @@ from lamina.flower.records import Memory
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan
 from lamina.storage.files import check_writable
+from lamina.training.evaluation import WEIGHT
 from lamina.training.preflight.model import check_lone_samples
 
 log = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ def _try_round(node: Node, context: Context, client: int, say: Say) -> None:
     if setup.evaluate_on != "central":
         reply = node.send_evaluation(write_message(plan, app, memory, state, about_x, 1, client), context)
         figures = checks.read_evaluation(reply, setup.limits, None, setup.node_metrics)
-        means = ", ".join(f"{name} {value:.4f}" for name, value in figures.figures.items())
+        means = ", ".join(f"{name} {value:.4f}" for name, value in figures.figures.items() if not name.endswith(WEIGHT))
         say(f"evaluation: would send {means}, from {plural(figures.examples, 'example')}")
     if steps * seconds > setup.deadline:
         raise BadInput(

@@ -124,14 +124,10 @@ def ending_soon(folder: Path) -> list[str]:
     for path, end in ends(folder).items():
         left = end - datetime.datetime.now(datetime.UTC)
         if left < WARNED_BEFORE:
-            when = (
-                f"ends on {end:%Y-%m-%d}, in {plural(left.days, 'day')}"
-                if left.days >= 0
-                else f"ended on {end:%Y-%m-%d}"
-            )
-            lines.append(
-                f"the certificate '{path}' {when}: run `lamina flower renew` on the server, in the folder of its keys"
-            )
+            when = f"ends on {end:%Y-%m-%d}, in {plural(left.days, 'day')}"
+            if left.days < 0:
+                when = f"ended on {end:%Y-%m-%d}"
+            lines.append(f"the certificate '{path}' {when}: renew it on the server with `lamina flower renew`")
     return lines
 
 
