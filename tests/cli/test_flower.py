@@ -2,6 +2,7 @@
 
 import functools
 import io
+import re
 import subprocess
 import sys
 import tomllib
@@ -33,6 +34,11 @@ def test_the_commands_say_what_is_secret(tmp_path, capsys):
     assert "secret, stays here: keys/ca.key, keys/server.key, keys/tasks.key" in shown
     assert "for every node:     keys/ca.crt, keys/tasks.pub" in shown
     assert mode(tmp_path / "keys" / "tasks.key") == 0o600
+    assert re.search(r"certificates end:   keys/ca.crt on \d{4}-\d\d-\d\d, keys/server.pem on \d{4}-\d\d-\d\d", shown)
+    assert call("renew", "keys") == 0
+    assert capsys.readouterr().out.startswith("new: keys/server.pem\ncertificates end: ")
+    assert call("renew", "none") == 2
+    assert "cannot read 'none/ca.key'" in capsys.readouterr().err
     assert call("node-key", "mine") == 0
     assert "secret, stays on this node: mine" in capsys.readouterr().out
     assert call("keys", "keys") == 2

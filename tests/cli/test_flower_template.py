@@ -68,6 +68,19 @@ def test_the_template_is_a_sound_app(tmp_path, options):
             del sys.modules[name]
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_the_readme_is_about_as_many_nodes_as_the_app_has(tmp_path, count):
+    assert call("new", "app", "--nodes", count) == 0
+    text = (tmp_path / "app" / "README.md").read_text()
+    (table,) = re.findall(r"```json\n(.*)\n```", text)
+    listed = [int(number) for number in re.findall(r'"<id of node (\d+)>": \1', table)]
+    assert listed == (list(range(count)) if count <= 3 else [0, 1, count - 1])
+    assert set(map(int, re.findall(r"node-(\d+)\.pub`", text))) == set(listed)
+    assert re.findall(r"num-partitions=(\d+)", text) == [str(count)] * 2
+    assert f"a SuperLink and {count} SuperNode{'s' * (count > 1)} with" in text
+    assert "three" not in text.lower()
+
+
 @pytest.mark.long
 def test_the_settings_of_the_template_hold(tmp_path):
     """With the template's former rate of 0.03 the accuracy fell to 0.1 after 20 rounds."""

@@ -111,6 +111,30 @@ def test_strangers_are_not_let_in(federation, tmp_path):
         os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.seconds(300)
+def test_a_node_whose_key_is_revoked_is_out_at_once_and_for_good(federation, tmp_path):
+    """`flwr supernode unregister`, as docs/how-to/deploy.md says."""
+    key, _ = make_node_key(tmp_path / "revoked")
+    number = federation.register(key)
+    until = time.monotonic() + 200
+
+    def wait_for(true):
+        while not true() and time.monotonic() < until:
+            time.sleep(0.2)
+        assert true()
+
+    node = start_stranger(federation, "revoked", key=key)
+    wait_for(lambda: f"SuperNode ID: {number}" in node.output())
+    federation.flwr("supernode", "unregister", str(number), LINK, "--format", "json")
+    wait_for(lambda: node.ended is not None)
+    again = start_stranger(federation, "revoked", key=key)
+    wait_for(lambda: again.ended is not None)
+    assert again.ended != 0
+    assert "Failed to activate SuperNode" in again.output()
+    with pytest.raises(FederationFailed, match="Public key already in use"):
+        federation.register(key)
+
+
 class OnlyFleet(http.server.BaseHTTPRequestHandler):
     """The reverse proxy of docs/how-to/deploy.md: passes on what nodes need, and nothing else."""
 

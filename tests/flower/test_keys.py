@@ -7,6 +7,7 @@ import ssl
 import threading
 
 import pytest
+from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -89,10 +90,68 @@ def test_a_host_that_is_none(tmp_path, host):
     assert not (tmp_path / "keys").exists()
 
 
-def test_how_long_certificates_last(tmp_path):
-    from cryptography import x509
+def days_left(path):
+    end = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
+    return (end - datetime.datetime.now(datetime.UTC)) / datetime.timedelta(days=1)
 
+
+def test_how_long_certificates_last(tmp_path):
     made = keys.make_server_keys(tmp_path)
-    server = x509.load_pem_x509_certificate(made.server_certificate.read_bytes())
-    left = server.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
-    assert datetime.timedelta(days=364) < left <= datetime.timedelta(days=365)
+    assert 364 < days_left(made.server_certificate) <= 365
+    assert 3649 < days_left(made.certificate) <= 3650
+    assert keys.ending_soon(tmp_path) == []
+    assert [path.name for path in keys.ends(tmp_path)] == ["ca.crt", "server.pem"]
+
+
+def test_a_renewed_certificate_is_trusted_with_what_nodes_have(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(keys, "VALID_FOR", datetime.timedelta(days=12, minutes=1))
+        made = keys.make_server_keys(tmp_path, ["server.example.org", "10.0.0.7"])
+    (line,) = keys.ending_soon(tmp_path)
+    assert f"the certificate '{tmp_path}/server.pem' ends on " in line
+    assert "in 12 days: renew it on the server with `lamina flower renew`" in line
+    before = {path: path.read_bytes() for path in vars(made).values()}
+    assert keys.renew(tmp_path) == [made.server_certificate]
+    assert [path for path, data in before.items() if path.read_bytes() != data] == [made.server_certificate]
+    assert 364 < days_left(made.server_certificate) <= 365
+    assert keys.ending_soon(tmp_path) == []
+    for host in ("127.0.0.1", "server.example.org", "10.0.0.7"):
+        handshake(made, made.certificate, host)
+
+
+def test_an_authority_that_ends_first_is_renewed_too_and_nodes_may_have_either(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(keys, "AUTHORITY_VALID_FOR", datetime.timedelta(days=40))
+        made = keys.make_server_keys(tmp_path / "keys")
+    old = tmp_path / "of-a-node.crt"
+    old.write_bytes(made.certificate.read_bytes())
+    assert keys.renew(tmp_path / "keys") == [made.certificate, made.server_certificate]
+    assert days_left(made.certificate) > 3649
+    for trusted in (old, made.certificate):
+        handshake(made, trusted, "localhost")
+
+
+def test_a_certificate_that_has_ended_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(keys, "VALID_FOR", -datetime.timedelta(minutes=5))
+    keys.make_server_keys(tmp_path)
+    (line,) = keys.ending_soon(tmp_path)
+    assert "server.pem' ended on " in line
+
+
+def test_a_renewal_without_the_right_keys_changes_nothing(tmp_path):
+    made = keys.make_server_keys(tmp_path / "keys")
+    other = keys.make_server_keys(tmp_path / "other")
+    before = made.server_certificate.read_bytes()
+    ca_key = made.key.read_bytes()
+    for content, why in (
+        (other.key.read_bytes(), "nodes would not trust the new certificate"),
+        (made.signing_key.read_bytes(), "are not those of"),
+        (b"none", "are damaged"),
+        (None, "a renewal needs ca.key"),
+    ):
+        made.key.unlink() if content is None else made.key.write_bytes(content)
+        with pytest.raises(BadInput, match=why):
+            keys.renew(tmp_path / "keys")
+        assert made.server_certificate.read_bytes() == before
+    made.key.write_bytes(ca_key)
+    assert keys.renew(tmp_path / "keys")

@@ -1,10 +1,13 @@
 """Rounds of the server: quorum, attempts, deadlines, evaluation, and why a run stops."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 from flwr.app import Message
 from torch import nn
 
+from flower_grid import error_reply
 from flower_setup import (
     MIME,
     NODE,
@@ -21,7 +24,7 @@ from flower_setup import (
     the_data,
 )
 from lamina.base.errors import Diverged
-from lamina.flower import Stopped
+from lamina.flower import Stopped, keys
 
 
 def test_below_the_quorum_the_round_is_repeated_then_the_run_stops_and_can_resume(tmp_path):
@@ -44,7 +47,7 @@ def test_below_the_quorum_the_round_is_repeated_then_the_run_stops_and_can_resum
     assert "\n" not in text
     assert "round 3: 2 of the 3 updates needed came, 2 times" in text
     assert f"client 1 (node {NODE + 1}): no reply" in text
-    assert "the 2 finished rounds are kept" in text
+    assert "2 finished rounds are kept" in text
     assert len(tries) == 2
     assert [(e["round"], e["attempt"], e["complete"]) for e in setup.journal] == [
         (1, 1, True), (2, 1, False), (2, 2, True), (3, 1, False), (3, 2, False)
@@ -119,6 +122,91 @@ def test_a_late_node_is_called_late_and_the_advice_is_the_deadline(tmp_path):
     assert "raise deadline (now 0.2 s)" in text
     assert "lower quorum" not in text
     assert [entry["attempt"] for entry in setup.journal] == [1, 2]
+
+
+def with_nan(context):
+    x, y = part_of(context)
+    x[3] = float("nan")
+    return x, y
+
+
+def nan_at_step_two(context):
+    """Finite data on which training overflows."""
+    x, y = part_of(context)
+    return 1e30 * x, y
+
+
+def a_broken_node(setup, data, **changed):
+    """A grid on which the node of client 1 has these data."""
+    grid, broken = setup.grid(), setup.federation(**changed)
+    broken.data = data
+    grid.apps[NODE + 1] = broken.client_app()
+    return grid
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [(with_nan, "data: sample 3 of x holds nan; clean or drop it"), (nan_at_step_two, "non-finite")],
+)
+def test_an_error_that_repeats_is_final_and_the_last_line_names_it(data, why, tmp_path):
+    more = {"attempts": 9, "quorum": 1.0, "deadline": 0.5}
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=2, more=more, lr=100.0)
+    with pytest.raises(Stopped) as stopped:
+        setup.run(a_broken_node(setup, data))
+    text = str(stopped.value)
+    assert "\n" not in text
+    assert f"client 1 (node {NODE + 1}): " in text
+    assert why in text
+    assert "3 of the 4 updates needed came" in text
+    assert "deadline" not in text
+    assert "quorum" not in text
+    assert [entry["attempt"] for entry in setup.journal] == [1, 2]
+    last = (setup.out / "log.txt").read_text().splitlines()[-1]
+    assert last.endswith(f"the run stopped: {text}")
+    setup.run()  # the node's operator has corrected it
+    assert [entry["round"] for entry in setup.journal if entry["complete"]] == [1, 2]
+
+
+def test_an_error_that_repeats_does_not_stop_a_run_that_has_a_quorum_without_it(tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more={"attempts": 3, "quorum": 3, "deadline": 0.3})
+    grid, lost = a_broken_node(setup, with_nan), []
+
+    def on_reply(grid, node, message, reply):
+        if is_train(message) and client_of(node) == 2 and len(lost) < 2:
+            lost.append(node)
+            return None
+        return reply
+
+    grid.on_reply = on_reply
+    setup.run(grid)
+    assert [(entry["attempt"], entry["complete"]) for entry in setup.journal] == [(1, False), (2, False), (3, True)]
+    assert [one["client"] for one in setup.journal[-1]["took_part"]] == [0, 2, 3]
+
+
+def test_errors_that_differ_are_tried_again(tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more={"attempts": 3, "quorum": 1.0})
+    codes = [2, 8]  # the app raised an exception, the app crashed
+
+    def on_reply(grid, node, message, reply):
+        return error_reply(message, codes.pop(0)) if codes and is_train(message) and node == NODE else reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    assert [entry["complete"] for entry in setup.journal] == [False, False, True]
+
+
+def test_certificates_that_end_soon_are_noted_once_a_day(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(keys, "VALID_FOR", timedelta(days=3, minutes=1))
+        made = keys.make_server_keys(tmp_path / "keys")
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=2, more={"signing_key": made.signing_key})
+    grid = setup.grid()
+    for context in grid.contexts.values():
+        context.node_config["server-key"] = str(made.verifying_key)
+    setup.run(grid)
+    for entry in setup.journal:
+        assert "server.pem' ends on " in entry["notes"][0]
+    log = (setup.out / "log.txt").read_text()
+    assert log.count("in 3 days: renew it on the server") == 1
 
 
 def test_evaluation_on_nodes_is_weighted_by_examples(tmp_path):

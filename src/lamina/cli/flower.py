@@ -37,6 +37,31 @@ def keys(
     echo(f"secret, stays here: {files.key}, {files.server_key}, {files.signing_key}")
     echo(f"for every node:     {files.certificate}, {files.verifying_key}")
     echo(f"for the SuperLink:  {files.server_certificate}")
+    echo_ends(folder)
+
+
+@flower.command()
+def renew(folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder that `flower keys` made")]) -> None:
+    """Make a new certificate for the server; its key, its hosts and all other keys stay. Needs ca.key.
+
+    Then restart the SuperLink and reload the reverse proxy. Nodes need nothing, unless ca.crt is new as well.
+    """
+    from lamina.flower.keys import ServerKeys
+    from lamina.flower.keys import renew as renew_certificates
+
+    new = renew_certificates(folder)
+    echo(f"new: {', '.join(map(str, new))}")
+    if ServerKeys(folder).certificate in new:
+        echo("send ca.crt to every node, and restart its SuperNode before the old ca.crt ends")
+    echo_ends(folder)
+
+
+def echo_ends(folder: Path) -> None:
+    """Print when the certificates in a folder end."""
+    from lamina.flower.keys import ends
+
+    shown = ", ".join(f"{path} on {end:%Y-%m-%d}" for path, end in ends(folder).items())
+    echo(f"certificates end:   {shown}; `lamina flower renew {folder}` makes new ones")
 
 
 @flower.command(name="node-key")
@@ -59,12 +84,62 @@ def new(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that is new or empty")],
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="nodes of the federation")] = 3,
 ) -> None:
-    """Write a Flower app for your own model and data. It runs as it is; its README says how, also on three machines."""
+    """Write a Flower app for your own model and data. It runs as it is; its README says how to deploy it."""
     from lamina.cli.flower_template import write_new_app
 
     package = write_new_app(folder, nodes)
     echo(f"wrote a Flower app to {folder}/: put your model into {package}/model.py, your data into {package}/data.py")
     echo(f"try it: lamina flower up {folder} --nodes {nodes}")
+
+
+# --- a node, before it joins ------------------------------------------------------------------------------------------
+
+
+@flower.command(name="check-node")
+def check_node(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder of the Flower app")],
+    node_config: Annotated[
+        str, typer.Option("--node-config", help="what flower-supernode will be given under the same name")
+    ],
+) -> None:
+    """Try the app on this node's own data before it joins: load data and model, train one step, change nothing.
+
+    Prints what the node has and would send. Each problem is one line, and the exit code is then 2.
+    """
+    from lamina.flower.dry_run import check_node
+
+    problems = check_node(folder, node_config, echo)
+    for problem in problems:
+        base.print_problem("error", problem)
+    if problems:
+        raise typer.Exit(2)
+    echo("ready to join")
+
+
+# --- a run, while it runs ---------------------------------------------------------------------------------------------
+
+
+@flower.command()
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="the run's folder, on the server's machine")],
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="print numbers in Prometheus' text format; exit 0")
+    ] = False,
+) -> None:
+    """Say how a run of a federation goes; the exit code is for health checks.
+
+    0: it runs or is complete. 3: it diverged. 4: it stopped before its last round. 5: it runs, and the last attempt at
+    a round missed the quorum.
+    """
+    from lamina.flower.status import EXIT_CODES, Status
+
+    found = Status.read(run)
+    if metrics:
+        base.echo_text(found.metrics())
+        return
+    for line in found.lines():
+        echo(line)
+    raise typer.Exit(EXIT_CODES[found.state])
 
 
 # --- a federation on this machine ------------------------------------------------------------------------------------

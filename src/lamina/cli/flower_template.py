@@ -7,6 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from lamina.base.errors import BadInput
+from lamina.base.text import plural
 from lamina.storage.files import check_writable, writing_to
 
 FILES = (
@@ -47,5 +48,25 @@ def _values(folder: Path, nodes: int) -> dict[str, str]:
         "name": name,
         "package": name.replace("-", "_") + "_app",  # never the name of something installed
         "clients": str(nodes),
-        "last": str(nodes - 1),
+        "supernodes": plural(nodes, "SuperNode"),
+        **_nodes(nodes),
+    }
+
+
+def _nodes(count: int) -> dict[str, str]:
+    """Return how the README lists the nodes; of more than three, the first two and the last.
+
+    >>> _nodes(2)["public_keys"], _nodes(9)["public_keys"]
+    ('`node-0.pub` and `node-1.pub`', '`node-0.pub`, `node-1.pub`, …, `node-8.pub`')
+    """
+    shown = [*range(count)] if count <= 3 else [0, 1, count - 1]
+    keys = [f"`node-{node}.pub`" for node in shown]
+    table = [f'"<id of node {node}>": {node}' for node in shown]
+    if count > 3:
+        keys.insert(2, "…")
+        table.insert(2, "…")
+    last = ", " if count > 3 else " and "
+    return {
+        "public_keys": last.join([", ".join(keys[:-1]), keys[-1]]) if count > 1 else keys[0],
+        "table": "{" + ", ".join(table) + "}",
     }

@@ -13,12 +13,13 @@ from flwr.app import Array, MessageType, RecordDict
 from lamina.engines.state import State
 from lamina.flower import checks, wire
 from lamina.flower.checks import Expected, FullGradient, NodeMetrics, Problem, Refused, Update
-from lamina.flower.mail import Mail, late
+from lamina.flower.mail import Mail, NoReply, late
 from lamina.flower.records import Attendance, Memory
 from lamina.flower.roster import Roster
 from lamina.flower.setup import Setup
 from lamina.flower.wire import Task
-from lamina.objective.objective import Objective
+from lamina.objective.objective import Buffers, Objective
+from lamina.rounds.plan import Plan
 
 
 class Exchange:
@@ -133,7 +134,7 @@ class Exchange:
                 record.diverged[client] = problem.diverged
                 record.refuse(client, problem.text)
             elif problem is not None:
-                record.miss(client, problem.text)
+                record.fail(client, problem.text)
             else:
                 try:
                     answers[client] = read(client, content)
@@ -148,8 +149,8 @@ class Exchange:
         while waiting:
             for sent, reply in self.mail.look(waiting, record).items():
                 client = waiting.pop(sent)
-                if isinstance(reply, str):
-                    record.miss(client, reply)
+                if isinstance(reply, NoReply):
+                    (record.fail if reply.is_error else record.miss)(client, reply.why)
                 else:
                     take(client, reply.content)
             if not waiting or time.monotonic() >= until:
@@ -168,22 +169,28 @@ class Exchange:
         return {client: self._message(state, arrays, number, client) for client in clients}
 
     def _message(self, state: State, down: Mapping[str, Array], number: int, client: int, **more: Any) -> RecordDict:
-        """Return a message of round `number`; `more` are the entries of its task for a client that trains."""
-        plan, memory = self.setup.plan, self.memory
-        memory.last_task += 1
-        more = {"base": memory.base.get(client, ""), "keep": [], "held": [], "held_digests": [], "gradient": ""} | more
-        task = Task(
-            run=memory.run,
-            token=secrets.token_hex(8),
-            app=self.app,
-            number=memory.last_task,
-            round=number,
-            client=client,
-            clients=plan.clients.count,
-            participation=len(plan.cohort(number)) / plan.clients.count,
-            settings=json.dumps(plan.protocol.local_record(number)),
-            **more,
-        )
-        shared = self.objective.shared_buffers(state.buffers)
-        buffers = {name: wire.encode(value) for name, value in wire.floating(shared).items()}
-        return wire.content_of({"down": down, "buffers": buffers, "task": task.model_dump()})
+        buffers = self.objective.shared_buffers(state.buffers)
+        return write_message(self.setup.plan, self.app, self.memory, buffers, down, number, client, **more)
+
+
+def write_message(
+    plan: Plan, app: str, memory: Memory, buffers: Buffers, down: Mapping[str, Array], number: int, client: int,
+    **more: Any,
+) -> RecordDict:  # fmt: skip
+    """Return a message of round `number` with the shared buffers; `more` are further entries of its task."""
+    memory.last_task += 1
+    more = {"base": memory.base.get(client, ""), "keep": [], "held": [], "held_digests": [], "gradient": ""} | more
+    task = Task(
+        run=memory.run,
+        token=secrets.token_hex(8),
+        app=app,
+        number=memory.last_task,
+        round=number,
+        client=client,
+        clients=plan.clients.count,
+        participation=len(plan.cohort(number)) / plan.clients.count,
+        settings=json.dumps(plan.protocol.local_record(number)),
+        **more,
+    )
+    arrays = {name: wire.encode(value) for name, value in wire.floating(buffers).items()}
+    return wire.content_of({"down": down, "buffers": arrays, "task": task.model_dump()})

@@ -66,7 +66,8 @@ class Federation(Setup):
             is one client).
         deadline: seconds that nodes have to answer a message; the original Mime has two in a round, and an evaluation
             on nodes is one more.
-        attempts: how often a round that misses the quorum is tried before the run stops.
+        attempts: how often a round that misses the quorum is tried before the run stops. It is not tried again if the
+            quorum is out of reach without clients that have reported the same error twice in a row.
         poll: seconds between two looks for replies.
         limits: what an update may be.
         signing_key: the file with the server's private key, which signs every message to a node; else
@@ -155,7 +156,8 @@ class Federation(Setup):
         def main(grid: Grid, context: Context) -> None:
             out = Path(str(self.out or context.run_config.get("out") or "runs/flower"))
             nodes = read_nodes(self.nodes or context.run_config.get("nodes"), self.plan.clients.count)
-            key = read_signing_key(self.signing_key or context.run_config.get(SERVER_OPTION))
+            key_file = self.signing_key or context.run_config.get(SERVER_OPTION)
+            key = read_signing_key(key_file)
             with LogLines() as lines, RunFolder(out, self.config(), lines=lines) as folder:
                 if folder.diverged is not None:
                     raise folder.diverged
@@ -166,7 +168,7 @@ class Federation(Setup):
                     "quorum %s, deadline %g s, %d attempts, %s", self.quorum, self.deadline, self.attempts, self.limits
                 )
                 try:
-                    Server(self, folder, Mail(grid, key), nodes).run()
+                    Server(self, folder, Mail(grid, key), nodes, Path(str(key_file)).expanduser().parent).run()
                 except Exception as error:  # Flower's log may be gone when somebody asks why
                     why = str(error) if isinstance(error, LaminaError) else f"{type(error).__name__}: {error}"
                     log.error("the run stopped: %s", why)

@@ -8,9 +8,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import click
 from flwr.app import RecordDict
+from flwr.common.config import parse_config_args
 from flwr.common.serde import recorddict_to_proto
 from flwr.serverapp import Grid
+
+from lamina.base.errors import BadInput, short_repr
+
+
+def parse_node_config(text: str) -> dict[str, Any]:
+    """Return the settings in a SuperNode's ``--node-config``.
+
+    >>> parse_node_config('partition-id=0 data="/path/to/data"')
+    {'partition-id': 0, 'data': '/path/to/data'}
+    """
+    try:
+        return dict(parse_config_args([text]))
+    except click.ClickException as error:
+        raise BadInput(f"cannot read the node's configuration {short_repr(text)}: {error.message}") from error
 
 
 def serialised_bytes(content: RecordDict) -> int:

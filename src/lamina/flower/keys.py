@@ -6,6 +6,7 @@ private key never leaves the node. Every node gets ``ca.crt`` and ``tasks.pub``;
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import ipaddress
 import os
@@ -17,15 +18,25 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from lamina.base.atomic import write_file
 from lamina.base.errors import BadInput
+from lamina.base.text import plural
 from lamina.storage.files import writing_to
 
 AUTHORITY = "lamina federation authority"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # always in the server's certificate
-VALID_FOR = datetime.timedelta(days=365)
+VALID_FOR = datetime.timedelta(days=365)  # the server's certificate
+AUTHORITY_VALID_FOR = datetime.timedelta(days=3650)  # longer: a new one has to reach every node
+WARNED_BEFORE = datetime.timedelta(days=30)
 CLOCK_DIFFERENCE = datetime.timedelta(hours=1)
 CURVE = ec.SECP384R1()
 HOST_LABEL = re.compile(r"(?=.*[a-zA-Z0-9])[a-zA-Z0-9_-]{1,63}")
@@ -53,39 +64,71 @@ def make_server_keys(folder: Path, hosts: Sequence[str] = ()) -> ServerKeys:
     refuse_existing(*vars(files).values())
     alternatives = [_general_name(host) for host in dict.fromkeys((*LOOPBACK, *hosts))]
     ca_key, server_key = ec.generate_private_key(CURVE), ec.generate_private_key(CURVE)
-    now = datetime.datetime.now(datetime.UTC)
-
-    def certify(name: str, key: ec.EllipticCurvePrivateKey, *extensions: tuple[x509.ExtensionType, bool]) -> bytes:
-        """Return the authority's certificate for a key; every extension says whether it is critical."""
-        builder = x509.CertificateBuilder(
-            _name(AUTHORITY), _name(name), key.public_key(), x509.random_serial_number(),
-            now - CLOCK_DIFFERENCE, now + VALID_FOR,
-        )  # fmt: skip
-        for extension, critical in (*extensions, (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)):
-            builder = builder.add_extension(extension, critical)
-        return builder.sign(ca_key, hashes.SHA384()).public_bytes(Encoding.PEM)
-
-    certificate = certify(
-        AUTHORITY,
-        ca_key,
-        (x509.BasicConstraints(ca=True, path_length=0), True),
-        (_usage("key_cert_sign", "crl_sign"), True),
-    )
-    server_certificate = certify(
-        hosts[0] if hosts else LOOPBACK[0],
-        server_key,
-        (x509.BasicConstraints(ca=False, path_length=None), True),
-        (x509.SubjectAlternativeName(alternatives), False),
-        (_usage("digital_signature"), True),
-        (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False),
-        (x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), False),
-    )
+    certificate = _authority_certificate(ca_key)
+    name = _name(hosts[0] if hosts else LOOPBACK[0])
+    server_certificate = _server_certificate(ca_key, name, server_key, alternatives)
     signing_key = Ed25519PrivateKey.generate()
     verifying_key = signing_key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     _write_pair((files.key, _pem(ca_key)), (files.certificate, certificate))
     _write_pair((files.server_key, _pem(server_key)), (files.server_certificate, server_certificate))
     _write_pair((files.signing_key, _pem(signing_key)), (files.verifying_key, verifying_key))
     return files
+
+
+def renew(folder: Path) -> list[Path]:
+    """Replace the server's certificate by a new one for the same key and hosts; return the files that are new.
+
+    The authority's certificate is replaced as well if it would end before. Its key stays the same, so nodes trust the
+    new server certificate with either, until the old one ends.
+    """
+    files = ServerKeys(folder)
+    try:
+        ca_key, server_key = (load_pem_private_key(path.read_bytes(), None) for path in (files.key, files.server_key))
+        old = x509.load_pem_x509_certificate(files.server_certificate.read_bytes())
+        authority = x509.load_pem_x509_certificate(files.certificate.read_bytes())
+        alternatives = list(old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+    except OSError as error:
+        raise BadInput(
+            f"cannot read '{error.filename}': {error.strerror}; a renewal needs ca.key, ca.crt, server.key and "
+            f"server.pem in '{folder}', as `lamina flower keys` made them"
+        ) from error
+    except (ValueError, TypeError, x509.ExtensionNotFound) as error:
+        raise BadInput(f"the keys in '{folder}' are damaged, or not those of `lamina flower keys`") from error
+    if not (isinstance(ca_key, ec.EllipticCurvePrivateKey) and isinstance(server_key, ec.EllipticCurvePrivateKey)):
+        raise BadInput(f"the keys in '{folder}' are not those of `lamina flower keys`")
+    if authority.public_key() != ca_key.public_key():
+        raise BadInput(
+            f"'{files.key}' does not belong to '{files.certificate}': nodes would not trust the new certificate"
+        )
+    new = []
+    with writing_to(folder):
+        if authority.not_valid_after_utc < datetime.datetime.now(datetime.UTC) + VALID_FOR:
+            write_file(files.certificate, _authority_certificate(ca_key))
+            new.append(files.certificate)
+        write_file(files.server_certificate, _server_certificate(ca_key, old.subject, server_key, alternatives))
+    return [*new, files.server_certificate]
+
+
+def ends(folder: Path) -> dict[Path, datetime.datetime]:
+    """Return when the certificates in a folder end: those that are there and can be read."""
+    found = {}
+    for path in (ServerKeys(folder).certificate, ServerKeys(folder).server_certificate):
+        with contextlib.suppress(OSError, ValueError):
+            found[path] = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
+    return found
+
+
+def ending_soon(folder: Path) -> list[str]:
+    """Return a warning for each certificate in a folder that has ended or ends within 30 days."""
+    lines = []
+    for path, end in ends(folder).items():
+        left = end - datetime.datetime.now(datetime.UTC)
+        if left < WARNED_BEFORE:
+            when = f"ends on {end:%Y-%m-%d}, in {plural(left.days, 'day')}"
+            if left.days < 0:
+                when = f"ended on {end:%Y-%m-%d}"
+            lines.append(f"the certificate '{path}' {when}: renew it on the server with `lamina flower renew`")
+    return lines
 
 
 def make_node_key(path: Path) -> tuple[Path, Path]:
@@ -122,6 +165,47 @@ def _write_pair(private: tuple[Path, bytes], public: tuple[Path, bytes]) -> tupl
         with writing_to(folder), os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(data)
     return private[0], public[0]
+
+
+def _authority_certificate(ca_key: ec.EllipticCurvePrivateKey) -> bytes:
+    return _certificate(
+        ca_key, _name(AUTHORITY), ca_key, AUTHORITY_VALID_FOR,
+        (x509.BasicConstraints(ca=True, path_length=0), True),
+        (_usage("key_cert_sign", "crl_sign"), True),
+    )  # fmt: skip
+
+
+def _server_certificate(
+    ca_key: ec.EllipticCurvePrivateKey,
+    name: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    alternatives: Sequence[x509.GeneralName],
+) -> bytes:
+    return _certificate(
+        ca_key, name, key, VALID_FOR,
+        (x509.BasicConstraints(ca=False, path_length=None), True),
+        (x509.SubjectAlternativeName(alternatives), False),
+        (_usage("digital_signature"), True),
+        (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False),
+        (x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), False),
+    )  # fmt: skip
+
+
+def _certificate(
+    ca_key: ec.EllipticCurvePrivateKey,
+    name: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    valid_for: datetime.timedelta,
+    *extensions: tuple[x509.ExtensionType, bool],
+) -> bytes:
+    """Return the authority's certificate for a key; every extension says whether it is critical."""
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(
+        _name(AUTHORITY), name, key.public_key(), x509.random_serial_number(), now - CLOCK_DIFFERENCE, now + valid_for
+    )
+    for extension, critical in (*extensions, (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)):
+        builder = builder.add_extension(extension, critical)
+    return builder.sign(ca_key, hashes.SHA384()).public_bytes(Encoding.PEM)
 
 
 def _general_name(host: str) -> x509.GeneralName:

@@ -36,6 +36,7 @@ ERRORS = {  # what Flower's error codes mean
 }
 RAISED = (0, 2, 6)  # their reasons are texts of exceptions, which may quote a node's data, and are not shown
 EXPIRED = (3, 4)  # Flower also gives a message that has expired one of these
+OF_THE_APP = (1, 2, 6, 7, 8)  # the others are of the connection
 LATE = "no reply within"  # how the reason begins for a node that needs longer than the deadline
 AT_ONCE = 8  # pulls that are waited for at the same time
 PATIENCE_S = 1.0  # the wait for a pull; a slower one continues in its thread, and a later look finds its reply
@@ -57,6 +58,13 @@ class Sent(NamedTuple):
     node: int
     expires: float  # time.monotonic()
     ttl: float
+
+
+class NoReply(NamedTuple):
+    """Why a node has sent no reply that can be used."""
+
+    why: str
+    is_error: bool  # of its app or its reply, which will likely happen again; False: it was late or out of reach
 
 
 class Mail:
@@ -89,19 +97,19 @@ class Mail:
         """Stop waiting for a reply, which counts no more."""
         del self._sent[message]
 
-    def look(self, waiting: Iterable[str], record: Attendance) -> dict[str, Message | str]:
+    def look(self, waiting: Iterable[str], record: Attendance) -> dict[str, Message | NoReply]:
         """Return the replies to these messages: each a message, or the reason why there is none.
 
         Anything else that arrives is noted in the record and not used.
         """
-        replies: dict[str, Message | str] = {}
+        replies: dict[str, Message | NoReply] = {}
         # one at a time: a reply that cannot be read must not take others with it
         for message, pull in self._puller.look(waiting).items():
             if isinstance(pull.error, httpx.TransportError):
                 raise pull.error  # the connection, not the reply
             if pull.error is not None:
                 text = wire.shorten(f"{type(pull.error).__name__}: {pull.error}")
-                replies[message] = f"its reply cannot be read ({text})"
+                replies[message] = NoReply(f"its reply cannot be read ({text})", is_error=True)
             for reply in pull.replies:
                 sender, about = reply.metadata.src_node_id, reply.metadata.reply_to_message_id
                 if reply.has_content():
@@ -117,14 +125,15 @@ class Mail:
         return replies
 
 
-def _why(reply: Message, sent: Sent) -> str:
+def _why(reply: Message, sent: Sent) -> NoReply:
     """Return what Flower's error means."""
     code = reply.error.code
     difference_of_clocks = min(1.0, sent.ttl / 10)
     if code in EXPIRED and time.monotonic() >= sent.expires - difference_of_clocks:
-        return late(sent.ttl)
+        return NoReply(late(sent.ttl), is_error=False)
     reason = "" if code in RAISED else wire.shorten((reply.error.reason or "").strip().rpartition("\n")[2])
-    return ERRORS.get(code, f"error {code}") + (f": {reason}" if reason else "")
+    why = ERRORS.get(code, f"error {code}") + (f": {reason}" if reason else "")
+    return NoReply(why, is_error=code in OF_THE_APP)
 
 
 def late(seconds: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ class Node(ClientApp):
     def __init__(self, setup: Setup) -> None:
         super().__init__()
         self.setup, self.algorithm = setup, setup.algorithm
+        self.training_seconds = 0.0  # of the last local training
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message; a problem is reported in one line, and no exception is raised.
@@ -105,7 +107,9 @@ class Node(ClientApp):
             info = info._replace(full_gradient=gradient)
         buffers = copy_buffers(start_buffers)
         down = see(self.algorithm, objective, sent_down, kept, info, gradient if is_own else None)
+        started = time.monotonic()
         local, losses = loop.train_client(down, kept.client, buffers, info, plan, 0)
+        self.training_seconds = time.monotonic() - started
         whole_up, client = self.algorithm.finish(local, down, kept.client, info)
         up, new_record = keep(self.algorithm, objective, kept, (local, whole_up, client), buffers, info)
         if not all_finite(losses, *whole_up, *new_record):
@@ -156,6 +160,11 @@ class Node(ClientApp):
             torch.set_num_threads(1)
         return objective
 
+    def state_folder(self, context: Context) -> Path:
+        """Return the folder for what this node keeps between rounds."""
+        root = context.node_config.get("state-dir") or self.setup.state_dir or default_folder()
+        return Path(str(root)).expanduser()
+
     def _begin(self, content: RecordDict, context: Context) -> tuple[Task, Store, Dataset]:
         task, store = self._accept(content, context)
         self.objective.refuse_rate(task.protocol.lr)
@@ -190,8 +199,7 @@ class Node(ClientApp):
                 f"this node is client {task.client} for the server, and its own partition-id is {partition}: "
                 "correct the server's list of nodes, or restart the node with the other number"
             )
-        root = context.node_config.get("state-dir") or self.setup.state_dir or default_folder()
-        store = Store(Path(str(root)).expanduser(), task.run, task.client)
+        store = Store(self.state_folder(context), task.run, task.client)
         store.refuse_replay(task.number)
         return task, store
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Attendance:
         self.refused: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.diverged: dict[int, str] = {}  # by client: the layer in which its training went non-finite
+        self.errors: dict[int, str] = {}  # by client: why its answer cannot be used; not of clients that are silent
         self._nodes = nodes  # by client
 
     def accept(self, clients: Iterable[int]) -> None:
@@ -44,8 +45,14 @@ class Attendance:
         """Record a client that did not answer."""
         self.missing.append({**self._entry(client), "why": why})
 
+    def fail(self, client: int, why: str) -> None:
+        """Record a client that answered with an error."""
+        self.errors[client] = why
+        self.miss(client, why)
+
     def refuse(self, client: int, why: str) -> None:
         """Record a client whose answer is not used."""
+        self.errors[client] = why
         self.refused.append({**self._entry(client), "why": why})
 
     def note(self, text: str) -> None:
@@ -74,19 +81,26 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "federation.jsonl"
 
+    def read(self) -> list[dict[str, Any]]:
+        """Return the attempts so far."""
+        return [entry for _, entry in self._entries()]
+
     def cut(self, done: int) -> None:
         """Remove the rounds that a resumed run will repeat; failed attempts stay."""
-        if not self.path.exists():
-            return
-        kept = []
-        for line in self.path.read_bytes().split(b"\n")[:-1]:  # what follows the last line's end is torn, or empty
+        if self.path.exists():
+            kept = [line for line, entry in self._entries() if not entry["complete"] or entry["round"] <= done]
+            write_file(self.path, b"".join(kept))
+
+    def _entries(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        """Return the sound lines with what they hold."""
+        lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []
+        for line in lines:  # what follows the last line's end is torn, or empty
             try:
                 entry = json.loads(line)
-                if not entry["complete"] or entry["round"] <= done:
-                    kept.append(line + b"\n")
+                _ = entry["complete"], entry["round"] + 0
             except (ValueError, KeyError, TypeError):
                 continue
-        write_file(self.path, b"".join(kept))
+            yield line + b"\n", entry
 
     def write(self, attendance: Attendance) -> None:
         """Append a line."""

@@ -10,18 +10,21 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.base.errors import Diverged, LaminaError
+from lamina.base.text import listed, plural
 from lamina.engines.divergence import went_nonfinite
 from lamina.engines.state import RoundReport, RoundSums, State, client_weights, close_round
 from lamina.experiment.runs.folder import RunFolder
 from lamina.flower.checks import Update
 from lamina.flower.exchange import Exchange
 from lamina.flower.judge import Judge
+from lamina.flower.keys import ending_soon
 from lamina.flower.mail import LATE, Mail, Traffic
 from lamina.flower.records import Attendance, Journal, Memory, count_start
 from lamina.flower.roster import Roster
@@ -44,10 +47,10 @@ class Stopped(LaminaError):
 
 
 class Server:
-    """One run of a federation."""
+    """One run of a federation; `keys` is the folder of its keys and certificates."""
 
-    def __init__(self, setup: Setup, folder: RunFolder, mail: Mail, nodes: Mapping[int, int]) -> None:
-        self.setup, self.folder = setup, folder
+    def __init__(self, setup: Setup, folder: RunFolder, mail: Mail, nodes: Mapping[int, int], keys: Path) -> None:
+        self.setup, self.folder, self.keys = setup, folder, keys
         self.algorithm, self.plan, self.protocol = setup.algorithm, setup.plan, setup.protocol
         self.objective = setup.objective()
         self.objective.refuse_rate(self.protocol.lr)
@@ -132,11 +135,18 @@ class Server:
     # --- a round ----------------------------------------------------------------------------------------------------
 
     def _round(self, number: int) -> tuple[RoundFacts, RoundReport, Attendance]:
-        """Run a round; while too few clients answer, try it again with the same plan."""
+        """Run a round; while too few clients answer, try it again with the same plan.
+
+        A client that reports the same error twice in a row will report it again. If there is no quorum without such
+        clients, the run stops.
+        """
         attempts, cohort = self.setup.attempts, self.plan.cohort(number).tolist()
         needed = self.setup.needed(len(cohort))
+        errors: dict[int, str] = {}  # of the attempt before, by client
         for attempt in range(1, attempts + 1):
             record = Attendance(number, attempt, nodes=self.roster.nodes)
+            for line in ending_soon(self.keys):
+                record.note(line)
             down, updates = self._attempt(cohort, needed, record)
             self._warn(record)
             if len(updates) >= needed:
@@ -146,15 +156,34 @@ class Server:
             self.folder.refuse_lost()
             self.journal.write(record)
             self._refuse_divergence(record, needed)
+            repeated = {client: why for client, why in record.errors.items() if errors.get(client) == why}
+            if len(cohort) - len(repeated) < needed:
+                raise self._stopped_by_error(repeated, record, f"{len(updates)} of the {needed} updates needed came")
+            errors = record.errors
         who = "; ".join(record.lines()) or "nobody is connected"
-        kept = f"the {self.state.round} finished rounds are kept: " if self.state.round else ""
         late = any(entry["why"].startswith(LATE) for entry in record.missing)
         advice = f"; if nodes need longer, raise deadline (now {self.setup.deadline:g} s)" * late
         advice += ", or lower quorum" * bool(updates)
         raise Stopped(
-            f"round {number}: {len(updates)} of the {needed} updates needed came, {attempts} times ({who}); {kept}"
-            f"start the server again with the same folder '{self.folder.path}' to resume{advice}"
+            f"round {number}: {len(updates)} of the {needed} updates needed came, {attempts} times ({who}); "
+            f"{self._how_to_resume()}{advice}"
         )
+
+    def _stopped_by_error(self, repeated: Mapping[int, str], record: Attendance, came: str) -> Stopped:
+        """Return the error that names what goes wrong on some clients each time they are asked."""
+        clients: dict[str, list[int]] = {}
+        for client, why in repeated.items():
+            clients.setdefault(why, []).append(client)
+        what = "; ".join(f"{listed([record.name(c) for c in some], 3)}: {why}" for why, some in clients.items())
+        return Stopped(
+            f"round {record.round}: {came}, and the same error came twice, so the round is not tried again: {what}; "
+            f"correct this, then {self._how_to_resume()}"
+        )
+
+    def _how_to_resume(self) -> str:
+        done = self.state.round
+        kept = f"{plural(done, 'finished round')} {'is' if done == 1 else 'are'} kept: " if done else ""
+        return f"{kept}start the server again with the same folder '{self.folder.path}' to resume"
 
     def _attempt(self, cohort: list[int], needed: int, record: Attendance) -> tuple[Any, dict[int, Update]]:
         """Ask the clients of a round for their updates; return what was broadcast, and the updates to use by client."""

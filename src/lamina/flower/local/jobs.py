@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -17,6 +16,7 @@ from lamina.experiment.config import Experiment, load
 from lamina.experiment.runs.folder import RunFolder
 from lamina.experiment.runs.metrics_file import MetricsFile
 from lamina.experiment.runs.records import REPLACED, is_ours, read_diverged, read_json, remove_records
+from lamina.flower.apps import AppFolder
 from lamina.flower.federation import Federation
 from lamina.flower.local.federation import LocalFederation
 from lamina.flower.local.processes import FederationFailed
@@ -126,19 +126,12 @@ class AppJob(Job):
     """A Flower app of the user's own, such as `lamina flower new` writes; only its run configuration is set here."""
 
     def __init__(self, folder: Path, out: Path | None) -> None:
-        try:
-            project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
-            name, config = project["project"]["name"], project["tool"]["flwr"]["app"]["config"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise BadInput(
-                f"'{folder}' is not the folder of a Flower app (pyproject.toml with [tool.flwr.app.config]): "
-                "give an experiment file, or make an app with `lamina flower new`"
-            ) from error
-        missing = [key for key in ("out", "nodes", "signing-key") if key not in config]
+        app = AppFolder.read(folder)
+        missing = [key for key in ("out", "nodes", "signing-key") if key not in app.config]
         if missing:
             keys = ", ".join(f'{key} = ""' for key in missing)
             raise BadInput(f"{folder / 'pyproject.toml'}: [tool.flwr.app.config] lacks {keys}")
-        super().__init__(out or Path("runs") / name, None)
+        super().__init__(out or Path("runs") / app.name, None)
         self.folder = folder
 
     def is_complete(self, *, overwrite: bool) -> bool:
