@@ -19,6 +19,7 @@ def check_loss(run: DryRun) -> None:
     """Refuse a loss that fails, or does not return one number per sample; two samples show it."""
     loss, outputs, targets = run.objective.loss, run.evaluation.outputs[:2], run.targets[:2]
     known, sizes = TORCH_LOSSES.get(type(loss)), f"shape [{len(targets)}]"
+    known = known or next((name for each, name in TORCH_LOSSES.items() if each is loss), None)
     try:
         losses: Any = loss(outputs, targets)
     except Exception as error:  # whatever a user's loss raises
