@@ -34,5 +34,6 @@ def print_warnings_once() -> None:
 
 def has_handler() -> bool:
     """Return whether lamina's lines reach any other handler, such as one that the user has set up."""
-    handlers = [*logging.getLogger("lamina").handlers, *logging.getLogger().handlers]
+    logger = logging.getLogger("lamina")
+    handlers = [*logger.handlers, *(logging.getLogger().handlers if logger.propagate else [])]
     return not all(isinstance(handler, WarningsOnce) for handler in handlers)
