@@ -137,7 +137,7 @@ def build_site(folder, builder, *options):
 
 
 def test_the_site_builds(tmp_path, monkeypatch, capsys):
-    """No broken links, no missing names, no page that no table of contents lists. It writes no HTML, as the long test below does."""
+    """No broken links, no missing names, no page that no table of contents lists; the long test also writes HTML."""
     monkeypatch.setattr(sys, "path", list(sys.path))  # conf.py extends it
     assert build_site(tmp_path, "dummy", "-D", "nb_execution_mode=off") == 0, capsys.readouterr().err
 
