@@ -2,7 +2,7 @@
 # make test    lint, types, the tests
 # make test-all  also the long tests, the coverage of the algorithms and a real federation: what CI runs
 # make test-federation  a real SuperLink and SuperNodes as processes: minutes, because Flower waits
-# make docs    the documentation as a site, docs/_build/html/index.html (also built by make test)
+# make docs    the documentation as a site, docs/_build/html/index.html (make test checks it without writing HTML)
 # make papers  only the checks of every algorithm against its paper, one line each
 # make dist    wheel and source archive, in dist/
 PYTHON ?= python3
@@ -13,6 +13,9 @@ PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# Without cached bytecode, each of the many processes that tests start compiles torch again, which takes seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test docs papers dist clean
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# Only a loss of power needs a file to be on the disk. Processes that tests kill are others, which do wait for it.
+os.fsync = lambda handle: None
 hypothesis.settings.register_profile("lamina", deadline=None, derandomize=True, max_examples=20)
 hypothesis.settings.load_profile("lamina")
 

@@ -1,6 +1,7 @@
 """The packages: every import in src points downwards in the table of docs/explanation/architecture.md."""
 
 import ast
+import functools
 import graphlib
 import re
 from pathlib import Path
@@ -26,9 +27,15 @@ def folder_of(module):
     return ".".join(parts[:3]) if len(parts) > 3 else module
 
 
+@functools.cache
+def nodes(module):
+    """Return all nodes of a module's source."""
+    return list(ast.walk(ast.parse(FILES[module].read_text())))
+
+
 def imports(module):
     """Return the modules of lamina that a module imports: also in functions, for type checking, and by name."""
-    for node in ast.walk(ast.parse(FILES[module].read_text())):
+    for node in nodes(module):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in FILES)
         elif isinstance(node, ast.ImportFrom):
@@ -83,6 +90,6 @@ def test_imports_by_name_are_seen():
 def test_only_facts_about_the_package_are_read_from_it():
     """Any other name of `lamina` would load the API from below."""
     for module in FILES.keys() - TOP:
-        for node in ast.walk(ast.parse(FILES[module].read_text())):
+        for node in nodes(module):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "lamina":
                 assert node.attr in ("__version__", "__file__"), module

@@ -26,6 +26,7 @@ if _TYPE_CHECKING:
     from lamina.api.names import *  # noqa: F403
 
 __version__ = "0.2.0"
+_PARTS = ("data", "schedules", "aggregation", "losses", "models")  # modules of further public names
 _MODULES = frozenset(module.name for module in _pkgutil.iter_modules(__path__)) - {"__main__"}  # noqa: F405
 
 
@@ -37,7 +38,9 @@ def _public_name(name: str) -> _Any:
         api = _importlib.import_module("lamina.api.names")
         if hasattr(api, name):
             return getattr(api, name)
-    raise AttributeError(f"module 'lamina' has no attribute '{name}'", name=name, obj=_sys.modules[__name__])
+    homes = [home for home in _PARTS if not name.startswith("_") and hasattr(_public_name(home), name)]
+    hint = f"; it is lamina.{homes[0]}.{name}" if homes else ""
+    raise AttributeError(f"module 'lamina' has no attribute '{name}'{hint}", name=name, obj=_sys.modules[__name__])
 
 
 if not _TYPE_CHECKING:  # a type checker knows the names and should report others

@@ -42,6 +42,32 @@ def test_values_that_an_option_does_not_accept_are_refused_in_one_line(call, tex
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: lamina.FedLamb(deacy=0.1),
+            "FedLamb has no option 'deacy'; did you mean 'decay'\\? .its options: beta1",
+        ),
+        (lambda: lamina.FedLamb(weight_decay=0.1), "did you mean 'decay'"),
+        (lambda: lamina.FedAvg(momentum=0.9), "FedAvg has no option 'momentum': 'momentum' is an option of FedAms, "),
+        (lambda: algorithms.create("fedavg", mu=0.9), "fedavg has no option 'mu': 'mu' is an option of FedProx .its"),
+        (lambda: lamina.FedAvg(lr=0.9), "'lr' is a setting of training, Simulation.*train.lr in a file"),
+        (lambda: lamina.FedAvg(learning_rate=0.9), "'lr' is a setting of training"),
+        (lambda: lamina.FedAvg(num_epochs=2), "'epochs' is a setting of training"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest_one_or_who_has_it(call, text):
+    with pytest.raises(BadInput, match=text):
+        call()
+
+
+def test_settings_of_training_are_named_as_training_has_them():
+    from lamina.rounds.settings import TrainSettings
+
+    assert set(declaration.TRAINING_SETTINGS) <= set(TrainSettings.names())
+
+
 @pytest.mark.usefixtures("clean_registry")
 def test_a_name_cannot_be_taken_twice_and_own_checks_are_kept():
     fedavg = registry()["fedavg"]

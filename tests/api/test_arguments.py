@@ -49,6 +49,73 @@ def test_a_mistyped_argument_is_named():
         simulate(client=3)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"learning_rate": 0.1}, "no setting 'learning_rate'; did you mean 'lr'"),
+        ({"rounds": 3}, r"no setting 'rounds': give it to run, simulation.run\(rounds=…\)"),
+        ({"callbacks": []}, r"simulation.run\(on_round=…\)"),
+        ({"optimizer": "adam"}, "did you mean 'algorithm'"),
+        ({"weight_decay": 0.1}, r"give it to the algorithm, lamina.FedLamb\(decay=…\)"),
+        ({"mu": 0.1}, "'mu' is an option of FedProx"),
+        ({"resume": True}, r"no setting 'resume'; help\(lamina.Simulation\) lists them"),
+        (
+            {"partition": {"name": "dirichlet", "alhpa": 0.3}},
+            "partition 'dirichlet' has no option 'alhpa'; did you mean",
+        ),
+        ({"partition": {"name": "iid", "k": 3}}, "'k' is an option of classes"),
+        ({"partition": {"alpha": 0.3}}, "partition is {'alpha': 0.3}: give a name, a table"),
+        ({"partition": lamina.data.Dirichlet}, "partition is the class Dirichlet: give a name"),
+        ({"schedule": lamina.schedules.Cosine}, "schedule is the class Cosine: give a name"),
+        ({"aggregation": lamina.aggregation.Median}, "aggregation is the class Median: give a name"),
+        ({"augmentation": 3}, "augmentation is 3, which changes no samples: give one such as"),
+        ({"augmentation": {"pad": 4}}, "augmentation is {'pad': 4}, which"),
+        ({"augmentation": lamina.data.Augment}, "augmentation is the class Augment"),
+        (
+            {"loss": torch.nn.CrossEntropyLoss},
+            "loss is the class CrossEntropyLoss: give loss='cross_entropy', or an inst",
+        ),
+        ({"loss": torch.nn.MultiMarginLoss}, r"give an instance, MultiMarginLoss\(reduction='none'\)"),
+        ({"loss": lamina.losses.CrossEntropy}, r"give an instance, CrossEntropy\(\)"),
+        ({"loss": torch.nn.functional.cross_entropy}, "one value per sample.*use loss='cross_entropy'"),
+    ],
+)
+def test_a_plausible_mistake_is_one_line_that_says_what_to_give(arguments, text):
+    with pytest.raises(lamina.BadInput, match=text) as error:
+        simulate(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_tables_mean_the_same_as_in_a_file():
+    tables = {
+        "partition": {"name": "dirichlet", "alpha": 0.5},
+        "schedule": {"name": "cosine", "rounds": 9},
+        "aggregation": {"name": "trimmed_mean", "share": 0.4},
+        "batch_size": "full",
+    }
+    objects = {
+        "partition": lamina.data.Dirichlet(0.5),
+        "schedule": lamina.schedules.Cosine(9),
+        "aggregation": lamina.aggregation.TrimmedMean(0.4),
+        "batch_size": None,
+    }
+    data = (torch.randn(60, 4), torch.arange(60) % 3)
+    one, other = (
+        lamina.Simulation("mlp", data, algorithm, clients=3, device="cpu", **arguments)
+        for algorithm, arguments in (
+            ({"name": "fedlamb", "decay": 0.1}, tables),
+            (lamina.FedLamb(decay=0.1), objects),
+        )
+    )
+    assert one.run(2).column("train_loss") == other.run(2).column("train_loss")
+    assert torch.equal(weights(one), weights(other))
+    small = lamina.Simulation({"name": "mlp", "hidden": 2}, data, device="cpu")
+    assert small.model(data[0]).shape == (60, 3)
+    assert sum(parameter.numel() for parameter in small.model.parameters()) == (4 * 2 + 2) + (2 * 3 + 3)
+    with pytest.raises(lamina.BadInput, match=r"model\.seed follows from train\.seed"):
+        lamina.Simulation({"name": "mlp", "seed": 2}, data, device="cpu")
+
+
 def test_an_experiment_file_with_epochs_and_local_steps_is_refused():
     with pytest.raises(lamina.BadInput, match=r"train.*epochs and local_steps.*take one out") as error:
         config.parse({"train": {"epochs": 1, "local_steps": 4}})

@@ -25,6 +25,12 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = names.comparisons
 
 
+def test_a_name_of_a_part_is_found_there():
+    with pytest.raises(AttributeError, match=r"no attribute 'Dirichlet'; it is lamina\.data\.Dirichlet"):
+        _ = lamina.Dirichlet
+    assert not hasattr(lamina, "FedLAMB")
+
+
 def test_matplotlib_is_imported_only_with_the_results():
     code = """if True:
         import sys

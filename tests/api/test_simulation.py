@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import lamina
 import two_classes
@@ -388,6 +389,24 @@ NAN[17, 2] = float("nan")
         (lambda: simulate(clients=[[-1, 0], [2]]), "sample -1"),
         (lambda: simulate(clients="ten"), "clients = 'ten'"),
         (lambda: simulate(lamina.FedLamb), "the class FedLamb"),
+        (lambda: lamina.Simulation(net(), X, Y), r"pass the data as a pair, Simulation\(model, \(x, y\), algorithm\)"),
+        (
+            lambda: simulate(data=(X, nn.functional.one_hot(Y, 3)), partition="iid"),
+            r"one-hot labels as class numbers, y.argmax\(1\)",
+        ),
+        (
+            lambda: simulate(data=(X, nn.functional.one_hot(Y, 3)), partition="dirichlet", clients=4),
+            r"one class per sample.*y.argmax\(1\)",
+        ),
+        (lambda: simulate(data=(X, Y[:, None]), partition="iid"), r"leave the axis of 1 out: y.squeeze\(1\)"),
+        (lambda: lamina.Dataset(X, Y, num_classes=3), "Dataset has no option 'num_classes'; did you mean 'classes'"),
+        (lambda: lamina.data.Augment(pads=3), "Augment has no option 'pads'; did you mean 'pad'"),
+        (lambda: Cosine(round=3), "Cosine has no option 'round'; did you mean 'rounds'"),
+        (lambda: lamina.aggregation.TrimmedMean(0.1, shares=3), "did you mean 'share'"),
+        (lambda: Reallocate(Classes(1), k=3), r"Reallocate has no option 'k' \(its options: base\)"),
+        (lambda: simulate(data=DataLoader(TensorDataset(X, Y))), "give its data set, loader.dataset"),
+        (lambda: simulate().run(1)["loss"], r"history.array\('loss'\) returns a column"),
+        (lambda: lamina.Population(simulate()), "a population needs a list of simulations"),
         (lambda: simulate(model=3), "model is 3"),
         (lambda: simulate(model="mpl"), "unknown model 'mpl'; did you mean 'mlp'"),
         (lambda: simulate(schedule=None), "schedule"),
@@ -431,6 +450,30 @@ def test_bad_input_is_refused_in_one_line(call, text):
     with pytest.raises(lamina.BadInput, match=text) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_stop_iteration_of_on_round_ends_the_run_after_its_round(tmp_path, has_folder):
+    def stop_at_2(row):
+        if row["round"] == 2:
+            raise StopIteration
+
+    def create():
+        return simulate(test=(X, Y), out=tmp_path / "run" if has_folder else None)
+
+    stopped, whole = create(), simulate(test=(X, Y))
+    history = stopped.run(4, stop_at_2)
+    assert history.column("round") == [1, 2]
+    assert whole.run(3).column("loss")[:2] == history.column("loss")
+    if has_folder:
+        assert "stopped after round 2" in (tmp_path / "run" / "log.txt").read_text()
+        again = create()  # resumes the folder, whose rounds count
+        assert len(again.history) == 2
+        again.run(3)
+    else:
+        again = stopped
+        again.run(1)
+    assert again.history.column("loss") == whole.history.column("loss")
 
 
 def test_history_table(tmp_path):

@@ -19,6 +19,31 @@ def test_the_nearest_name_ignores_case_hyphens_and_underscores():
     assert nearest("zzz", ["batch_size", "epochs"]) == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "known", "meant"),
+    [
+        ("learning_rate", ["lr", "local_test"], "lr"),
+        ("LearningRate", ["lr"], "lr"),
+        ("local_lr", ["local_test", "lr"], "lr"),
+        ("num_rounds", ["rounds"], "rounds"),
+        ("local_epochs", ["local_steps", "epochs"], "epochs"),
+        ("client_fraction", ["participation", "augmentation"], "participation"),
+        ("criterion", ["partition", "loss"], "loss"),
+        ("acc", ["accuracy", "loss"], "accuracy"),
+    ],
+)
+def test_the_words_of_other_libraries_are_understood(name, known, meant):
+    assert nearest(name, known) == f"; did you mean '{meant}'?"
+
+
+def test_a_name_that_belongs_elsewhere_returns_its_hint_unless_a_known_name_is_meant():
+    places = {"rounds": ": give it to run", "decay": ": an option"}
+    assert nearest("num_rounds", ["clients"], places) == ": give it to run"
+    assert nearest("deacy", ["decay"], places) == "; did you mean 'decay'?"
+    assert nearest("learning_rate", ["clients"], places) == ""
+    assert nearest("val", ["partition"]) == ""  # too far away
+
+
 def test_an_unknown_name_lists_the_known_ones_and_says_how_to_name_your_own():
     error = unknown("model", "mlpp", ["mlp", "cnn"])
     assert str(error) == "unknown model 'mlpp'; did you mean 'mlp'? (known: cnn, mlp)"

@@ -141,7 +141,7 @@ def test_a_run_before_its_first_round(capsys):
 
 def test_no_folder(capsys):
     assert call("watch", "nowhere") == 2
-    assert capsys.readouterr().err == "error: no folder 'nowhere'\n"
+    assert capsys.readouterr().err.startswith("error: no folder 'nowhere' in ")
 
 
 def test_looking_does_not_keep_a_run_from_starting():

@@ -44,7 +44,12 @@ def run(made):
     made.server_app()(grid, next(iter(grid.contexts.values())))
 
 
-@pytest.mark.parametrize("kind", kinds.KINDS)
+# An adapter is one kind of frozen weights, which the wire treats alike whatever the model: one quick test is enough.
+ADAPTERS = [kind for kind in kinds.KINDS if kind.endswith("_adapters")]
+MARKED = [pytest.param(kind, marks=pytest.mark.long if kind in ADAPTERS[1:] else ()) for kind in kinds.KINDS]
+
+
+@pytest.mark.parametrize("kind", MARKED)
 def test_a_federation_is_its_simulation(kind, tmp_path):
     run(federation(kind, tmp_path, part_of(kind)))
     expected = kinds.simulation(kind, "loop")

@@ -305,6 +305,7 @@ def test_the_papers_difference(claim, paper):
 # --- what is committed -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long  # it concerns only who changes the committed results
 def test_the_committed_pages_are_made_from_the_committed_results():
     results = page.read_results(ROOT / "reproduction" / "results")
     if not results:

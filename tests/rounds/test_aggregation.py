@@ -158,8 +158,8 @@ def test_a_hostile_client_cannot_move_a_robust_mean(kind):
         (lambda: TrimmedMean(0.5), r"share = 0.5 is not a number >= 0 and < 0.5"),
         (lambda: CentredClipping(0.0), "radius = 0.0 is not a number > 0"),
         (lambda: CentredClipping(iterations=0), "iterations = 0 is not a whole number >= 1"),
-        (lambda: simulation("loop", Median), "neither a name nor an object"),
-        (lambda: simulation("loop", 3), "neither a name nor an object"),
+        (lambda: simulation("loop", Median), "or an object such as lamina.aggregation.Median"),
+        (lambda: simulation("loop", 3), "or an object such as lamina.aggregation.Median"),
     ],
 )
 def test_wrong_settings_are_one_line(make, why):

@@ -278,3 +278,13 @@ def test_members_that_run_client_by_client_end_as_if_alone():
     alone.run(2)
     assert torch.equal(together.simulations[0].state.server.x, alone.state.server.x)
     assert list(together.diverged) == [1]
+
+
+def test_stop_iteration_of_on_round_ends_all_members_after_its_round():
+    def stop(i, row):
+        if (i, row["round"]) == (0, 2):
+            raise StopIteration
+
+    population = lamina.Population([simulation(lr=lr) for lr in (0.01, 0.1)])
+    assert [history.column("round") for history in population.run(5, stop)] == [[1, 2], [1, 2]]
+    assert [len(history) for history in population.run(1)] == [3, 3]

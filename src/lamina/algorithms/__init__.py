@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from lamina.algorithms.contract import Algorithm, Card
-from lamina.algorithms.declaration import options, registry
+from lamina.algorithms.declaration import option_places, options, registry
 from lamina.algorithms.fedadam import FedAdam
 from lamina.algorithms.fedadam_star import FedAdamStar
 from lamina.algorithms.fedams import FedAms
@@ -84,5 +84,5 @@ def create(name: str, preset: str | None = None, **given: Any) -> Algorithm:
             raise unknown(f"preset of {name}", preset, presets) if presets else BadInput(f"{name} has no presets")
         values.update(presets[preset])
     values.update(given)
-    refuse_unknown_options(name, values, list(options(cls)), ["name", "preset"])
+    refuse_unknown_options(name, values, list(options(cls)), ["name", "preset"], option_places())
     return cls(**values)

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, Card
 from lamina.base.errors import BadInput, is_number, short_repr
+from lamina.base.registry import explain_options, option_owners
 
+# Settings of training that may be taken for options of an algorithm.
+TRAINING_SETTINGS = ("lr", "schedule", "batch_size", "epochs", "local_steps", "clip", "participation", "seed", "loss")
 _REGISTRY: dict[str, type[Algorithm]] = {}
 A = TypeVar("A", bound=Algorithm)
 
@@ -49,6 +52,7 @@ def algorithm(
             raise BadInput(f"the algorithm '{name}' has a function __post_init__: call it check")
         cls.__post_init__ = check  # type: ignore[attr-defined]
         record = dataclasses.dataclass(frozen=True, eq=False)(cls)
+        explain_options(record, option_places)
         record.card = Card(name, title, reference, link, lr, paper_cost, presets or {}, grids or {})
         _REGISTRY[name] = record
         for preset in record.card.presets.values():
@@ -66,6 +70,14 @@ def registry() -> Mapping[str, type[Algorithm]]:
 def options(cls: type[Algorithm]) -> dict[str, dataclasses.Field[Any]]:
     """Return the options of an algorithm class by name."""
     return {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+
+
+def option_places() -> dict[str, str]:
+    """Return for every option of any algorithm a hint which of them have it; and for settings of training, that."""
+    return option_owners({cls.__name__: cls for cls in _REGISTRY.values()}) | {
+        name: f": '{name}' is a setting of training, Simulation(…, {name}=…) or train.{name} in a file"
+        for name in TRAINING_SETTINGS
+    }
 
 
 def allowed(cls: type[Algorithm], option: str) -> str:

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from lamina import algorithms
+from lamina.algorithms.declaration import option_places
 from lamina.base.errors import BadInput, is_whole, nearest, short_repr
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
-from lamina.data.partitions import PARTITIONS, ByColumn, Reallocate
+from lamina.data.partitions import PARTITIONS, ByColumn, Reallocate, as_partition
 from lamina.data.readers.own import FORMATS
 from lamina.engines.ranks import Ranks
 from lamina.experiment.build import resolved
@@ -28,15 +29,15 @@ from lamina.experiment.runs.metrics_file import MetricsFile
 from lamina.experiment.runs.records import read_record
 from lamina.experiment.runs.run import RankFolder, open_folder, restore, resume, train
 from lamina.experiment.sections import Data, augment_keys
-from lamina.rounds.aggregation import AGGREGATIONS
+from lamina.rounds.aggregation import AGGREGATIONS, as_aggregation
 from lamina.rounds.aggregation import name_of as aggregation_name
 from lamina.rounds.clients import Clients, refuse_odd_clients
-from lamina.rounds.schedules import SCHEDULES
-from lamina.rounds.settings import as_table, function_name, schedule_name
+from lamina.rounds.schedules import SCHEDULES, as_schedule
+from lamina.rounds.settings import as_table, function_name, refuse_no_augmentation, schedule_name
 from lamina.training.history import Row
-from lamina.training.inputs import as_named_splits
+from lamina.training.inputs import as_algorithm, as_named_splits
 from lamina.training.metrics import find_all
-from lamina.training.training import Training
+from lamina.training.training import Stop, Training
 
 Table = dict[str, Any]
 SECTIONS: dict[str, Any] = {"train": Train, "data": Data, "run": Run}
@@ -99,11 +100,10 @@ def describe(
 
 
 def algorithm_section(algorithm: Any) -> tuple[str, Table]:
-    """Return the name of an algorithm and, of an object, its options."""
+    """Return the name of an algorithm and, of an object or a table, its options."""
     if isinstance(algorithm, str):
         return algorithm, {}
-    if not isinstance(algorithm, algorithms.Algorithm):
-        raise BadInput(f"algorithm is {short_repr(algorithm)}: give a name or an instance such as lamina.FedLamb()")
+    algorithm = as_algorithm(algorithm)
     name = algorithm.card.name
     if algorithms.registry().get(name) is not type(algorithm):
         raise BadInput(f"the class of the algorithm '{name}' was defined again: also create the algorithm again")
@@ -144,9 +144,7 @@ def _partition(partition: Any, objects: Table) -> Any:
         return as_table(partition, partition.name)
     if isinstance(partition, str | Mapping):
         return partition
-    if not callable(getattr(partition, "split", None)):
-        raise BadInput(f"partition = {short_repr(partition)} is neither a name nor a partition such as Dirichlet(0.3)")
-    objects["partition"] = partition
+    objects["partition"] = as_partition(partition)
     return {"name": type(partition).__name__}
 
 
@@ -181,6 +179,7 @@ def _set_metrics(tree: dict[str, Table], objects: Table, given: Any) -> None:
 def _set(tree: dict[str, Table], object_settings: Table, key: str, value: Any) -> None:
     """Set one key in its section; an object that no file can name goes to `object_settings`."""
     if key == "augmentation":
+        refuse_no_augmentation(value)
         if value is None or isinstance(value, str | Augment):
             tree["data"] |= augment_keys(value)
         else:
@@ -189,11 +188,12 @@ def _set(tree: dict[str, Table], object_settings: Table, key: str, value: Any) -
     section = next((name for name, kind in SECTIONS.items() if key in kind.model_fields), None)
     if section is None:
         keys = [name for kind in SECTIONS.values() for name in kind.model_fields]
-        raise BadInput(f"there is no setting '{key}'{nearest(key, keys)}")
+        raise BadInput(f"there is no setting '{key}'{nearest(key, keys, option_places())}")
     if value is None:
         value = "full" if key == "batch_size" else None
     elif key in ("schedule", "aggregation") and not isinstance(value, str | Mapping):
         classes, name_of = (SCHEDULES, schedule_name) if key == "schedule" else (AGGREGATIONS, aggregation_name)
+        value = as_schedule(value) if key == "schedule" else as_aggregation(value)
         if type(value) not in classes.values():
             object_settings[key] = value
         value = as_table(value, name_of(value))
@@ -235,7 +235,8 @@ class Recorder:
                 simulation.state, _ = simulation.start()  # a round that is not in the folder is trained again
                 resume([simulation], [folder])
                 self._overwrite = False  # the next call continues this run
-                train([simulation], [folder], experiment, on_round=lambda _, row: on_round(row))
+                stop = Stop(on_round)
+                train([simulation], [folder], experiment, stop=stop, on_round=lambda _, row: stop.call(row))
         if folder.diverged is not None:
             raise folder.diverged
 

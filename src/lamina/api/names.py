@@ -12,6 +12,7 @@ from lamina.algorithms.contract import ClientInfo, Needs, Number, ServerInfo
 from lamina.algorithms.declaration import algorithm, option
 from lamina.api.simulation import Simulation
 from lamina.base.errors import BadInput, Diverged, LaminaError, MissingExtra
+from lamina.base.warnings_once import print_warnings_once
 from lamina.data.dataset import Dataset
 from lamina.objective import losses
 from lamina.objective.layers import Layers
@@ -23,6 +24,8 @@ from lamina.training.population import Population
 if TYPE_CHECKING:
     from lamina.api.results import compare, tune
     from lamina.api.trained import load
+
+print_warnings_once()
 
 __all__ = [
     "BadInput",

@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 
 from lamina import algorithms as known
 from lamina.algorithms import Algorithm
+from lamina.algorithms.declaration import option_places
 from lamina.api.describe import algorithm_section, compared_algorithms, describe, kept_threads
-from lamina.base.errors import BadInput, nearest, unknown
+from lamina.base.errors import BadInput, nearest, short_repr, unknown
 from lamina.data.drawing import save_picture
 from lamina.experiment.config import Train
 from lamina.experiment.runs.records import Record, find_records
@@ -316,6 +317,9 @@ def tune(
     if (grid is None) == (space is None):
         raise BadInput("tune needs values to try: give grid= or space=, one of them")
     name, _ = algorithm_section(algorithm)
+    if not isinstance(grid, str):
+        _refuse_no_table("grid", grid, {"lr": [0.01, 0.1]})
+    _refuse_no_table("space", space, {"lr": {"low": 0.01, "high": 1.0}})
     section: dict[str, Any] = {"seeds": seeds, "select": select, "validation": validation}
     if grid is not None:
         section["grid"] = grid if isinstance(grid, str) else {_key(k, name): _plain(v) for k, v in grid.items()}
@@ -346,6 +350,9 @@ def tune(
 
 def _grids(names: Sequence[str], lr: Rates | None, grid: Mapping[str, Mapping[str, Sequence[Any]]]) -> dict[str, Any]:
     """Return the values to try for each algorithm, as `[compare.grid]` has them."""
+    _refuse_no_table("grid", grid, {names[0]: {"lr": [0.01, 0.1]}})
+    for name, values in grid.items():
+        _refuse_no_table(f"the grid of '{name}'", values, {"lr": [0.01, 0.1]})
     rates = {} if lr is None else lr if isinstance(lr, Mapping) else dict.fromkeys(names, lr)
     for name in {**rates, **grid}:
         if name not in names:
@@ -354,6 +361,11 @@ def _grids(names: Sequence[str], lr: Rates | None, grid: Mapping[str, Mapping[st
     for name, options in grid.items():
         tried[name] = {**tried.get(name, {}), **{key: _plain(values) for key, values in options.items()}}
     return tried
+
+
+def _refuse_no_table(what: str, given: Any, example: Mapping[str, Any]) -> None:
+    if not (given is None or isinstance(given, Mapping)):
+        raise BadInput(f"{what} is {short_repr(given)}: give the values to try by their names, such as {example}")
 
 
 def _plain(values: Any) -> list[Any]:
@@ -373,8 +385,8 @@ def _key(key: str, algorithm: str) -> str:
         return f"algorithm.{key}"
     if key in Train.model_fields:
         return f"train.{key}"
-    key = "lr" if (given := key) == "learning_rate" else key
-    raise BadInput(f"there is no setting '{given}' to tune{nearest(key, [*options, *Train.model_fields])}")
+    hint = nearest(key, [*options, *Train.model_fields], option_places())
+    raise BadInput(f"there is no setting '{key}' to tune{hint}")
 
 
 def _refuse_without_test(splits: Any) -> None:

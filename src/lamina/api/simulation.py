@@ -19,6 +19,7 @@ from lamina.base.errors import BadInput, is_whole
 from lamina.base.limits import check_count
 from lamina.base.registry import field_values
 from lamina.base.text import html_table, plural
+from lamina.data.partitions import as_partition
 from lamina.engines.choice import EngineName
 from lamina.engines.devices import Precision, choose_device
 from lamina.engines.stacked.engine import Stacked
@@ -63,7 +64,7 @@ class Simulation(Training):
             result of `lamina.data.load` or `Dataset.holdout`, or the name of a data set. Or a list with the data set of
             every client, or a dict with their names: then `clients` and `partition` are left out, and `test` may be by
             client as well.
-        algorithm: an algorithm, or the name of one (its defaults).
+        algorithm: an algorithm, the name of one (its defaults), or a table {"name": "fedlamb", "decay": 0.01}.
         test: data to evaluate on; without it, metrics and loss are not reported. A dict names several test sets: runs
             are judged by the first, and the columns of the others end with their name, as in ``accuracy@noisy``.
         metrics: what to report besides the loss, by names, functions of (outputs, targets) or `lamina.Metric` objects;
@@ -71,7 +72,8 @@ class Simulation(Training):
             and one output per class, or one logit for labels 0 and 1; never with loss="mse"), else the loss.
         clients: number of clients (10 unless the partition names them), or a list of sample indices for each; no
             sample may be given out twice.
-        partition: how samples are dealt to a number of clients: a partition object or the name of one; default "iid".
+        partition: how samples are dealt to a number of clients: a partition object, the name of one (default "iid"), or
+            a table as in an experiment file, {"name": "dirichlet", "alpha": 0.3}.
         heldout_clients: clients that never train, to evaluate on: a fraction of the clients, a list of their numbers
             or, as text, of their values in the column of `ByColumn`.
         local_test: fraction of every client's samples that it does not train on, to evaluate on.
@@ -147,8 +149,8 @@ class Simulation(Training):
         **settings: Unpack[TrainArguments],
     ) -> None:
         # the checks that need no data come first: a mistake costs no time
-        if not (partition is None or isinstance(partition, str) or callable(getattr(partition, "split", None))):
-            raise BadInput(f"partition = {partition!r} is neither a name nor a partition such as Dirichlet(0.3)")
+        if partition is not None:
+            as_partition(partition)
         if out is not None and not overwrite:
             from lamina.experiment.runs.records import kept_engine
 
@@ -165,7 +167,10 @@ class Simulation(Training):
         chosen_metrics = find_all(metrics)
         algorithm = as_algorithm(algorithm)
         arguments = inspect.signature(Simulation).parameters
-        protocol = TrainSettings.of(algorithm, settings, arguments)  # validated, with the defaults filled in
+        for_run = {
+            name: f": give it to run, simulation.run({name}=…)" for name in inspect.signature(self.run).parameters
+        }
+        protocol = TrainSettings.of(algorithm, settings, arguments, for_run)  # validated, with the defaults filled in
         chosen_device = choose_device(device)
         train_data, test_data, more_tests = as_named_splits(train, test)
         super().__init__(
@@ -231,7 +236,7 @@ class Simulation(Training):
 
         Args:
             rounds: how many.
-            on_round: called with every finished round's metrics.
+            on_round: called with every finished round's metrics; it may raise StopIteration to end the run after it.
             progress: show a progress bar; by default only in a terminal or a notebook.
         """
         requested = self._requested + check_count("run: rounds", rounds, least=0)
@@ -252,6 +257,8 @@ class Simulation(Training):
                     self._recorder.run(self, last, show)
                 else:
                     super().run(rounds, show)
+                if self.state.round < last:
+                    self._requested = self.state.round  # `on_round` ended the run
             except BaseException:  # interrupted, say: count the rounds of the next call from those that are trained
                 self._requested = self.state.round
                 raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -50,19 +50,72 @@ class Diverged(LaminaError, ArithmeticError):
         self.layer = layer
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+# Other libraries' words for names of lamina, without case, "-" and "_".
+SYNONYMS = {
+    "algorithm": ("optimizer", "optimiser", "strategy", "method"),
+    "augmentation": ("transform", "transforms"),
+    "batch_size": ("bs", "minibatch"),
+    "clip": ("maxgradnorm", "gradclip", "gradientclipping", "clipnorm"),
+    "data": ("dataset",),
+    "decay": ("weightdecay", "wd", "l2"),
+    "device": ("gpu", "cuda"),
+    "local_steps": ("steps", "iterations"),
+    "loss": ("criterion", "lossfn", "lossfunction"),
+    "lr": ("learningrate", "eta", "stepsize"),
+    "model": ("net", "network"),
+    "on_round": ("callback", "callbacks"),
+    "out": ("outputdir", "outdir", "savedir", "logdir"),
+    "overwrite": ("force",),
+    "participation": ("fraction", "fractionfit", "frac", "samplerate"),
+    "patience": ("earlystopping",),
+    "progress": ("verbose",),
+    "rounds": ("communicationrounds",),
+    "schedule": ("scheduler", "lrscheduler"),
+    "seed": ("randomstate", "manualseed", "randomseed"),
+    "test": ("testdata", "testset", "val", "valdata", "validationdata"),
+    "train": ("dataset", "traindata", "trainset"),
+}
+PREFIXES = ("num", "n", "nb", "max", "local", "client", "global")  # of such words: num_rounds, local_epochs
+
+
+def nearest(name: str, known: Iterable[str], places: Mapping[str, str] | None = None) -> str:
     """Return ``"; did you mean 'x'?"`` for the known name closest to `name`, or an empty string.
+
+    `places` has names that belong elsewhere, each with the text to return.
 
     >>> nearest("fedlam", ["fedavg", "fedlamb"])
     "; did you mean 'fedlamb'?"
+    >>> nearest("learning_rate", ["clients", "lr"])
+    "; did you mean 'lr'?"
+    >>> nearest("num_rounds", ["clients"], {"rounds": ": give it to run"})
+    ': give it to run'
     >>> nearest("zzz", ["fedavg"])
     ''
     """
-    known = list(known)
-    by_folded = {k.lower().replace("-", "").replace("_", ""): k for k in known}
-    folded = name.lower().replace("-", "").replace("_", "")
-    match = difflib.get_close_matches(folded, by_folded, n=1, cutoff=0.6)
-    return f"; did you mean '{by_folded[match[0]]}'?" if match else ""
+    known, places = list(known), places or {}
+    match = _closest(name, [*places, *known])  # of two that are equal without case, the last
+    if match is not None and match in places and match not in known:
+        return places[match]
+    return f"; did you mean '{match}'?" if match else ""
+
+
+def _closest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is meant: another word for it, or the most similar one."""
+    by_folded = {_folded(each): each for each in known}
+    prefix, _, rest = name.lower().replace("-", "_").partition("_")
+    for word in (_folded(name), *([_folded(rest)] if prefix in PREFIXES else [])):
+        meant = [word, *(_folded(ours) for ours, words in SYNONYMS.items() if word in words)]
+        for each in meant:
+            if each in by_folded:
+                return by_folded[each]
+    match = difflib.get_close_matches(_folded(name), by_folded, n=1, cutoff=0.65)
+    starts = [each for each in by_folded if len(name) > 2 and each.startswith(_folded(name))]  # acc for accuracy
+    match = match or (starts if len(starts) == 1 else [])
+    return by_folded[match[0]] if match else None
+
+
+def _folded(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
 
 
 def short_repr(value: Any) -> str:

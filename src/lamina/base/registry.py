@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import operator
@@ -11,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lamina.base.errors import BadInput, extra_hint, nearest, unknown, where_it_failed
+from lamina.base.errors import BadInput, extra_hint, nearest, short_repr, unknown, where_it_failed
+from lamina.base.text import listed
 
 
 def create_named(what: str, classes: Mapping[str, type[Any]], name: str, options: Mapping[str, Any]) -> Any:
@@ -25,7 +27,7 @@ def create_named(what: str, classes: Mapping[str, type[Any]], name: str, options
         raise unknown(what, name, classes)
     fields = dataclasses.fields(classes[name])
     names = [field.name for field in fields]
-    refuse_unknown_options(f"{what} '{name}'", options, names)
+    refuse_unknown_options(f"{what} '{name}'", options, names, places=option_owners(classes))
     for field in fields:
         has_default = not (field.default is field.default_factory is dataclasses.MISSING)
         if field.name not in options and not has_default:
@@ -40,14 +42,67 @@ def field_values(record: Any) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
+def as_object(what: str, given: Any, make: Callable[..., Any], method: str, example: str) -> Any:
+    """Return what is given by name, as a table with a name and options, or as an object with a method.
+
+    >>> from lamina.rounds.schedules import make_schedule
+    >>> as_object("schedule", {"name": "cosine", "rounds": 9}, make_schedule, "factor", "lamina.schedules.Cosine(9)")
+    Cosine(rounds=9, floor=0.0)
+    """
+    if isinstance(given, str):
+        return make(given)
+    if isinstance(given, Mapping) and "name" in given and all(isinstance(key, str) for key in given):
+        return make(**given)
+    if isinstance(given, type) or not callable(getattr(given, method, None)):
+        value = f"the class {given.__name__}" if isinstance(given, type) else short_repr(given)
+        raise BadInput(f"{what} is {value}: give a name, a table {{'name': …}}, or an object such as {example}")
+    return given
+
+
 def refuse_unknown_options(
-    what: str, options: Iterable[str], known: Sequence[str], other_keys: Sequence[str] = ("name",)
+    what: str,
+    options: Iterable[str],
+    known: Sequence[str],
+    other_keys: Sequence[str] = ("name",),
+    places: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse an option that is not among the known ones; the message names the nearest, also of other keys."""
+    """Refuse an option that is not among the known ones; the message names the nearest, also of other keys.
+
+    `places` has hints for options that belong elsewhere.
+    """
     for option in options:
         if option not in known:
             choices = f"its options: {', '.join(known)}" if known else "it has none"
-            raise BadInput(f"{what} has no option '{option}'{nearest(option, [*known, *other_keys])} ({choices})")
+            hint = nearest(option, [*known, *other_keys], places)
+            raise BadInput(f"{what} has no option '{option}'{hint} ({choices})")
+
+
+def option_owners(classes: Mapping[str, type[Any]]) -> dict[str, str]:
+    """Return for every option of some dataclasses a hint which of them have it.
+
+    >>> from lamina.data.partitions import PARTITIONS
+    >>> option_owners(PARTITIONS)["alpha"]
+    ": 'alpha' is an option of dirichlet"
+    """
+    owners: dict[str, list[str]] = {}
+    for name, cls in classes.items():
+        for field in dataclasses.fields(cls):
+            owners.setdefault(field.name, []).append(name)
+    return {option: f": '{option}' is an option of {listed(names)}" for option, names in owners.items()}
+
+
+def explain_options(cls: type[Any], places: Callable[[], Mapping[str, str]] = dict) -> None:
+    """Let the constructor of a class name the nearest option, or the place, of one that it does not have."""
+    create = cls.__init__
+    known = [name for name in parameters_of(create)[0] if name != "self"]
+
+    @functools.wraps(create)
+    def checked(self: Any, *values: Any, **options: Any) -> None:
+        if not options.keys() <= set(known):
+            refuse_unknown_options(cls.__name__, options, known, (), places())
+        create(self, *values, **options)
+
+    cls.__init__ = checked
 
 
 def parameters_of(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 import io
+import itertools
 import logging
 import os
 import sys
@@ -18,7 +19,7 @@ import click
 import typer
 
 from lamina import __version__
-from lamina.base.errors import Diverged, LaminaError, short_repr
+from lamina.base.errors import Diverged, LaminaError, nearest, short_repr
 from lamina.cli import (  # noqa: F401 (a module's commands enter the app when it is imported)
     compare,
     doctor,
@@ -72,7 +73,7 @@ def run_command(arguments: list[str] | None) -> int:
             sys.stdout.flush()  # an error now is reported; at exit it would be lost
         return int(code or 0)
     except click.UsageError as error:
-        print_usage_error(error)
+        print_usage_error(error, sys.argv[1:] if arguments is None else arguments)
     except (click.Abort, KeyboardInterrupt):
         echo("interrupted", err)
         return EXIT_INTERRUPTED
@@ -103,13 +104,36 @@ def run_command(arguments: list[str] | None) -> int:
     return EXIT_BAD_INPUT
 
 
-def print_usage_error(error: click.UsageError) -> None:
+def print_usage_error(error: click.UsageError, arguments: list[str]) -> None:
     """Print in one line what is wrong with a command; nothing if its help was shown instead."""
     problem, *hints = " ".join(error.format_message().split()).split(" Did you mean ")
     if problem:
         command = error.ctx.command_path if error.ctx else "lamina"
-        nearest = f"; did you mean {hints[0]}" if hints else ""  # click and typer both may give one
-        print_problem("error", f"{problem[0].lower()}{problem[1:].rstrip('.')}{nearest}; see {command} --help")
+        hint = f"; did you mean {hints[0]}" if hints else ""  # click and typer both may give one
+        if error.ctx and any("--set" in option.opts for option in error.ctx.command.params):
+            problem, hint = problem.partition(". (Did you mean")[0], set_hint(error, arguments) or hint
+        print_problem("error", f"{problem[0].lower()}{problem[1:].rstrip('.')}{hint}; see {command} --help")
+
+
+def set_hint(error: click.UsageError, arguments: list[str]) -> str:
+    """Return how a key of the experiment file is set that was given as an option, or as an argument key=value."""
+    from lamina.experiment.config import key_places
+
+    if not isinstance(error, click.NoSuchOption):
+        given = [word for word in arguments if "=" in word and f"({word}" in error.format_message()]
+        return f"; give it as --set {given[0]}" if given else ""
+    command = error.ctx.command if error.ctx else None
+    option, places = (
+        error.option_name,
+        key_places(*(name for name in ("compare", "tune") if command and command.name == name)),
+    )
+    words = list(itertools.chain.from_iterable(word.split("=", 1) for word in arguments))
+    values = words[words.index(option) + 1 :][:1] if option in words else []
+    value = values[0] if values and not values[0].startswith("--") else "…"
+    ways = {name: f"; give it as --set {key}={value}" for name, key in places.items()}
+    ways |= {key: ways[name] for name, key in places.items()}  # --train.lr
+    own = [name.lstrip("-") for parameter in command.params for name in parameter.opts] if command else []
+    return nearest(option.lstrip("-"), own, ways).replace("mean '", "mean '--")
 
 
 def print_version(wanted: bool) -> None:

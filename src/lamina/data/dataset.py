@@ -15,6 +15,7 @@ from torch import Tensor
 from lamina.base import rng
 from lamina.base.errors import BadInput, is_number
 from lamina.base.finite import all_finite
+from lamina.base.registry import explain_options
 from lamina.base.text import plural
 from lamina.data import convert, hub
 from lamina.data.feed import prepare
@@ -241,6 +242,9 @@ class Dataset:
         return self if is_here else dataclasses.replace(self, x=x, y=y, mask=mask)
 
 
+explain_options(Dataset)
+
+
 class Splits(NamedTuple):
     """A training and a test set."""
 
@@ -302,6 +306,8 @@ def as_dataset(
         inputs, targets = convert.read_samples(name, data, y)
     else:
         if not isinstance(data, tuple | list) or len(data) != 2:
+            if isinstance(data, torch.utils.data.DataLoader):
+                raise BadInput("cannot read a DataLoader: give its data set, loader.dataset; lamina draws the batches")
             raise BadInput(
                 f"cannot read data of type {type(data).__name__}: give a pair (x, y) of arrays, a torch data set, a "
                 "pandas table, or one split of a Hugging Face dataset"

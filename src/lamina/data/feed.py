@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lamina.base.errors import BadInput, describe_error, unknown
 from lamina.base.limits import check_count, check_number
-from lamina.base.registry import import_named
+from lamina.base.registry import explain_options, import_named
 from lamina.objective.batch import Inputs, map_batch, same_kind, tensors
 
 MOST_PADDING = 1024  # pixels
@@ -123,6 +123,9 @@ class Augment:
             return map_batch(lambda values: self(values, keys) if values.dim() == keys.dim() + 3 else values, x)
         image = x if isinstance(x, Tensor) else tensors(x)[0]
         return augment(image, keys, self.pad, self.flip, self.crop_probability)
+
+
+explain_options(Augment)
 
 
 OwnAugmentation = Callable[[Any, torch.Generator], Any]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lamina.base import rng
 from lamina.base.errors import BadInput, nearest
 from lamina.base.limits import MOST_CLIENTS, check_count, check_number
-from lamina.base.registry import create_named, refuse_unknown_options
+from lamina.base.registry import as_object, create_named, explain_options, refuse_unknown_options
 from lamina.base.text import plural
 from lamina.data.dataset import Dataset
 from lamina.data.parts import Indices, Labels, Parts, stable_order
@@ -77,7 +77,10 @@ class _Dealt:
     ) -> Parts:
         """Share the samples; see `Partition.split`."""
         if self.needs_labels and (labels is None or np.ndim(labels) != 1 or np.asarray(labels).dtype.kind not in "iu"):
-            raise BadInput(f"{self.name} needs one class per sample, which regression data and maps lack; use iid")
+            raise BadInput(
+                f"{self.name} needs one class per sample, which regression data and maps lack; use iid, or give "
+                "one-hot labels as class numbers, y.argmax(1)"
+            )
         labels = np.zeros(samples or 0, np.int64) if labels is None else np.asarray(labels)
         clients = check_count(f"{self.name}: clients", clients, MOST_CLIENTS)
         if clients > len(labels):
@@ -368,6 +371,8 @@ class Reallocate:
 PARTITIONS: dict[str, type[Any]] = {
     partition.name: partition for partition in (IID, Dirichlet, Classes, Shards, ByColumn, Reallocate)
 }
+for _partition in PARTITIONS.values():
+    explain_options(_partition)
 
 
 def describe() -> dict[str, str]:
@@ -392,6 +397,12 @@ def make(name: str, **options: Any) -> Partition:
             refuse_unknown_options("partition 'reallocate'", options, ["base", *known])
         return Reallocate(make(base, **options) if isinstance(base, str) else base)  # type: ignore[arg-type]
     partition: Partition = create_named("partition", PARTITIONS, name, options)
+    return partition
+
+
+def as_partition(given: Any) -> Partition:
+    """Return a partition given by name, as a table or as an object."""
+    partition: Partition = as_object("partition", given, make, "split", "lamina.data.Dirichlet(0.3)")
     return partition
 
 

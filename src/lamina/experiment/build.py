@@ -29,7 +29,7 @@ from lamina.rounds.clients import DEFAULT_CLIENTS
 from lamina.rounds.schedules import Schedule, make_schedule
 from lamina.rounds.settings import TrainArguments, TrainSettings
 from lamina.storage.identity import splits_digest
-from lamina.training.inputs import as_algorithm, create_model
+from lamina.training.inputs import as_algorithm, create_model, refuse_given
 from lamina.training.metrics import Metric, description, find_all
 from lamina.training.training import RunOptions, Training
 
@@ -117,9 +117,7 @@ def build_algorithm(experiment: Experiment) -> algorithms.Algorithm:
 def build_model(experiment: Experiment, data: Dataset) -> torch.nn.Module:
     """Return the model, with initial weights that depend only on the seed: the same for every algorithm."""
     section, given = experiment.model, experiment.objects.model
-    for key, source in (("seed", "train.seed"), ("classes", "the data"), ("input_shape", "the data")):
-        if key in section.options():
-            raise BadInput(f"model.{key} follows from {source}: take it out of [model]")
+    refuse_given(section.options())
     if isinstance(given, torch.nn.Module):
         return given  # a simulation copies it
     seed = rng.torch_seed(experiment.train.seed, "weights")

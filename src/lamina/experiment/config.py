@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -22,6 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from lamina import algorithms, models
 from lamina.base.errors import BadInput, is_whole, nearest, short_repr
 from lamina.base.limits import LEAST_SEED, MOST, MOST_BATCH, MOST_SEED, MOST_SEEDS, MOST_THREADS
 from lamina.engines.choice import EngineName
@@ -253,6 +254,25 @@ def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
         raise BadInput(f"--set {short_repr(override)}: {error}") from error
 
 
+def key_places(*others: str) -> dict[str, str]:
+    """Return the dotted key for every name in a run's sections, and for the options of lamina's algorithms and models.
+
+    `others` are further sections, whose names come first.
+
+    >>> key_places()["rounds"], key_places()["decay"], key_places()["model"]
+    ('train.rounds', 'algorithm.decay', 'model.name')
+    """
+    options = [name for algorithm in algorithms.registry().values() for name in algorithms.options(algorithm)]
+    names: dict[str, Iterable[str]] = {
+        "model": [name for model in models.registry().values() for name in model.options],
+        "algorithm": options,
+        **{name: kind.model_fields for name, kind in (("run", Run), ("data", Data), ("train", Train))},
+        **{name: cast(Any, Experiment.model_fields[name].annotation).model_fields for name in others},
+    }
+    places = {name: f"{section}.{name}" for section, known in names.items() for name in known if name != "name"}
+    return places | {section: f"{section}.name" for section in ("data", "model", "algorithm")}
+
+
 def _one_line(error: ValidationError) -> str:
     """Return the first problem as a line: the key, what is wrong, what is allowed, the nearest match."""
     problems = error.errors()
@@ -267,9 +287,7 @@ def _one_line(error: ValidationError) -> str:
             model = get_args(model)[0] if name.isdigit() else model.model_fields[name].annotation
         known = list(model.model_fields)
         where = f"[{'.'.join(place[:-1])}]" if place[:-1] else "the file"
-        classes: dict[str, Any] = {"data": Data, "train": Train, "run": Run}
-        homes = [name for name, section in classes.items() if place[-1] in section.model_fields]
-        hint = f"; did you mean '{homes[0]}.{place[-1]}'?" if len(homes) == 1 else nearest(place[-1], known)
+        hint = nearest(place[-1], known, {name: f"; did you mean '{key}'?" for name, key in key_places().items()})
         text = f"{where} has no key '{place[-1]}'{hint} (keys: {', '.join(known)})"
     else:
         given = f" = {short_repr(first['input'])}" if not isinstance(first["input"], dict) else ""

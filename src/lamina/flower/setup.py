@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +12,6 @@ import torch
 from flwr.app import Context
 from torch import nn
 
-from lamina import algorithms
 from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.rehearsal import is_user_defined, rehearse
 from lamina.base.errors import BadInput, is_whole, unknown
@@ -25,6 +25,7 @@ from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan
 from lamina.rounds.settings import TrainArguments, TrainSettings
 from lamina.training.evaluation import ClientSamples
+from lamina.training.inputs import as_algorithm
 from lamina.training.masks import with_mask
 from lamina.training.metrics import Metric, find_all, is_function_of_mean
 from lamina.training.preflight import check_model
@@ -61,8 +62,8 @@ class Setup:
         signing_key: str | Path | None = None,
         **settings: Unpack[TrainArguments],
     ) -> None:
-        self.algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
-        self.protocol = TrainSettings.of(self.algorithm, settings)
+        self.algorithm = as_algorithm(algorithm)
+        self.protocol = TrainSettings.of(self.algorithm, settings, inspect.signature(type(self)).parameters)
         self.plan = Plan(Clients.elsewhere(clients), self.protocol)
         self.make_model, self.data, self.test, self.node_test, self.device = model, data, test, node_test, device
         self.rounds, self.evaluate_every, self.evaluate_on = rounds, evaluate_every, evaluate_on

@@ -197,9 +197,10 @@ LOSSES: dict[str, Loss] = {
     "mae": mean_absolute_error,
     "huber": huber,
 }
-TORCH_LOSSES = {
+TORCH_LOSSES: dict[Any, str] = {
     nn.CrossEntropyLoss: "cross_entropy", nn.NLLLoss: "nll", nn.BCEWithLogitsLoss: "bce", nn.MSELoss: "mse",
-    nn.L1Loss: "mae", nn.HuberLoss: "huber",
+    nn.L1Loss: "mae", nn.HuberLoss: "huber", F.cross_entropy: "cross_entropy", F.nll_loss: "nll",
+    F.binary_cross_entropy_with_logits: "bce", F.mse_loss: "mse", F.l1_loss: "mae", F.huber_loss: "huber",
 }  # fmt: skip
 REGRESSION_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss)
 CLASS_AXES: dict[Loss, int] = {cross_entropy: 1, nll: 1, token_cross_entropy: -1, causal_lm: -1}
@@ -240,6 +241,14 @@ def losses_of(loss: Loss, outputs: Any, targets: Any) -> Tensor:
             f"({', '.join(named_tensors(targets, 'y'))}): give a loss that is a function of (outputs, targets)"
         )
     return loss(outputs_of(outputs), targets)
+
+
+def instance_of_loss(cls: type[Any]) -> str:
+    """Return what to give in place of the class of a loss."""
+    name = TORCH_LOSSES.get(cls)
+    of_torch = cls.__module__.startswith("torch.")
+    instance = f"{cls.__name__}({'reduction=' + repr('none') if of_torch else ''})"
+    return f"give loss='{name}', or an instance, {instance}" if name else f"give an instance, {instance}"
 
 
 def class_axis(loss: Loss) -> int | None:
@@ -395,9 +404,15 @@ def _refuse_shapes(name: str, outputs: Tensor, targets: Tensor, axis: int) -> No
     if outputs.dim() > 1 and fits:
         return
     hint = ""
-    if axis == 1 and len(sizes) > 2 and sizes[:-1] == tuple(targets.shape):
+    if (
+        sizes == tuple(targets.shape)
+        and sizes[axis] > 1
+        and bool((targets >= 0).all() and (targets.sum(axis) == 1).all())
+    ):
+        hint = "; give one-hot labels as class numbers, y.argmax(1)"
+    elif axis == 1 and len(sizes) > 2 and sizes[:-1] == tuple(targets.shape):
         hint = "; the classes are on the last axis: use loss='token_cross_entropy' or 'causal_lm'"
-    elif targets.dim() == len(sizes) > 2 and targets.shape[1] == 1:
+    elif targets.dim() == len(sizes) > 1 and targets.shape[1] == 1 < sizes[1]:
         hint = "; leave the axis of 1 out: y.squeeze(1)" + ".astype('int64')" * targets.is_floating_point()
     elif targets.is_floating_point() and (sizes[0], *sizes[2:]) == tuple(targets.shape):
         hint = "; if they are classes, give integers: y.astype('int64')"

@@ -15,9 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lamina.base.errors import BadInput
 from lamina.base.limits import check_count, check_number
-from lamina.base.registry import create_named
+from lamina.base.registry import as_object, create_named, explain_options
 
 # The rounding error allowed in a sum of weights that is one half, by the weights' own precision.
 HALF_TOLERANCE, HALF_TOLERANCE_FLOAT32 = 1e-9, 1e-7
@@ -107,6 +106,8 @@ AGGREGATIONS: dict[str, type[Any]] = {
     "trimmed_mean": TrimmedMean,
     "centred_clipping": CentredClipping,
 }
+for _aggregation in AGGREGATIONS.values():
+    explain_options(_aggregation)
 
 
 def make(name: str, **options: Any) -> Aggregation:
@@ -120,12 +121,9 @@ def make(name: str, **options: Any) -> Aggregation:
 
 
 def as_aggregation(given: Any) -> Aggregation:
-    """Return an aggregation given by name or as an object."""
-    if isinstance(given, str):
-        return make(given)
-    if isinstance(given, type) or not isinstance(given, Aggregation):
-        raise BadInput(f"aggregation = {given!r} is neither a name nor an object such as lamina.aggregation.Median()")
-    return given
+    """Return an aggregation given by name, as a table or as an object."""
+    aggregation: Aggregation = as_object("aggregation", given, make, "combine", "lamina.aggregation.Median()")
+    return aggregation
 
 
 def name_of(aggregation: Aggregation) -> str:

@@ -14,8 +14,7 @@ from lamina.base.errors import BadInput, is_number, is_whole, nearest, short_rep
 from lamina.base.limits import MOST_CLIENTS, check_count, check_number
 from lamina.base.text import listed, plural
 from lamina.data.dataset import Dataset
-from lamina.data.partitions import ByColumn, Partition, Reallocate, split_dataset
-from lamina.data.partitions import make as make_partition
+from lamina.data.partitions import ByColumn, Partition, Reallocate, as_partition, split_dataset
 from lamina.data.parts import Indices, Parts
 from lamina.objective.fingerprint import alike
 
@@ -137,8 +136,7 @@ def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, see
             "samples are dealt to %d clients at random; for one client per value of '%s', give "
             "partition=lamina.data.ByColumn('%s')", DEFAULT_CLIENTS, column, column,
         )  # fmt: skip
-    if partition is None or isinstance(partition, str):
-        partition = make_partition(partition or "iid")
+    partition = as_partition("iid" if partition is None else partition)
     if isinstance(partition, ByColumn):
         expected = None if clients is None else check_count("clients", clients, MOST_CLIENTS)
         dealt = Clients(split_dataset(partition, data, expected, seed), samples=len(data))

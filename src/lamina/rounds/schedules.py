@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from lamina.base.errors import BadInput, is_whole, short_repr
 from lamina.base.limits import check_number
-from lamina.base.registry import create_named
+from lamina.base.registry import as_object, create_named, explain_options
 
 
 class Schedule(Protocol):
@@ -84,6 +84,8 @@ SCHEDULES: dict[str, type[Any]] = {
     "milestones": Milestones,
     "cosine": Cosine,
 }
+for _schedule in SCHEDULES.values():
+    explain_options(_schedule)
 
 
 def make_schedule(name: str, **options: Any) -> Schedule:
@@ -93,4 +95,10 @@ def make_schedule(name: str, **options: Any) -> Schedule:
     [1.0, 0.1, 0.1]
     """
     schedule: Schedule = create_named("schedule", SCHEDULES, name, options)
+    return schedule
+
+
+def as_schedule(given: Any) -> Schedule:
+    """Return a schedule given by name, as a table or as an object."""
+    schedule: Schedule = as_object("schedule", given, make_schedule, "factor", "lamina.schedules.Cosine(100)")
     return schedule

@@ -17,14 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.algorithms.contract import Algorithm
+from lamina.algorithms.declaration import option_places, options
 from lamina.base.errors import BadInput, nearest, short_repr, unknown
 from lamina.base.limits import MOST, MOST_BATCH, check_count, check_number, check_seed
 from lamina.base.registry import field_values
 from lamina.data.feed import Augment, OwnAugmentation
 from lamina.objective.fingerprint import value_digest
-from lamina.objective.losses import Loss, as_loss
+from lamina.objective.losses import Loss, as_loss, instance_of_loss
 from lamina.rounds.aggregation import MEAN, Aggregation, as_aggregation, name_of
-from lamina.rounds.schedules import CONSTANT, Schedule, make_schedule
+from lamina.rounds.schedules import CONSTANT, Schedule, as_schedule
 
 Sampling = Literal["exact", "bernoulli"]
 Weighting = Literal["clients", "examples"]
@@ -90,20 +91,14 @@ class TrainSettings:
         for name, choices in (("sampling", get_args(Sampling)), ("weighting", get_args(Weighting))):
             if getattr(self, name) not in choices:
                 raise unknown(name, str(getattr(self, name)), choices)
-        if not callable(getattr(self.schedule, "factor", None)):
-            raise BadInput(
-                f"schedule = {self.schedule!r} is neither a name nor a schedule such as lamina.schedules.Cosine(100)"
-            )
+        if isinstance(self.loss, type):
+            raise BadInput(f"loss is the class {self.loss.__name__}: {instance_of_loss(self.loss)}")
         if not callable(as_loss(self.loss)):
-            raise BadInput(f"loss = {self.loss!r} is neither a name nor a function of (outputs, targets)")
+            raise BadInput(f"loss = {short_repr(self.loss)} is neither a name nor a function of (outputs, targets)")
+        refuse_no_augmentation(self.augmentation)
         if isinstance(self.private, str) or not all(isinstance(pattern, str) for pattern in self.private):
             raise BadInput(
                 f"private = {short_repr(self.private)}: give a list of patterns of names, such as ['head.*']"
-            )
-        if not (self.augmentation is None or isinstance(self.augmentation, str) or callable(self.augmentation)):
-            raise BadInput(
-                f"augmentation = {short_repr(self.augmentation)} is neither lamina.data.Augment() nor a function of "
-                "(batch, generator)"
             )
         if self.epochs is not None and self.local_steps is not None:
             raise BadInput(
@@ -112,21 +107,35 @@ class TrainSettings:
             )
 
     @classmethod
-    def of(cls, algorithm: Algorithm, settings: Mapping[str, Any], others: Iterable[str] = ()) -> TrainSettings:
+    def of(
+        cls,
+        algorithm: Algorithm,
+        settings: Mapping[str, Any],
+        others: Iterable[str] = (),
+        places: Mapping[str, str] | None = None,
+    ) -> TrainSettings:
         """Return the protocol with these settings; the default learning rate is the algorithm's.
 
-        `others` are arguments beside the settings, which a mistyped name may mean.
+        `others` are arguments beside the settings, which a mistyped name may mean, and `places` has hints for names
+        that belong elsewhere.
         """
-        names = cls.names()
+        names, kind = cls.names(), type(algorithm).__name__
         for name in settings:
             if name not in names:
-                raise BadInput(f"there is no setting '{name}'{nearest(name, [*names, *others])}")
+                own = {
+                    each: f": give it to the algorithm, lamina.{kind}({each}=…)" for each in options(type(algorithm))
+                }
+                hint = nearest(name, [*names, *others], option_places() | own | dict(places or {}))
+                hint = hint or "; help(lamina.Simulation) lists them"
+                raise BadInput(f"there is no setting '{name}'{hint}")
         # numbers of numpy become numbers of Python, which config.json can hold
         given = {name: each.item() if isinstance(each, np.generic) else each for name, each in settings.items()}
+        if isinstance(given.get("batch_size"), str) and given["batch_size"] == "full":  # as in a file
+            given["batch_size"] = None
         if given.get("lr") is None:
             given["lr"] = algorithm.card.lr
-        if isinstance(given.get("schedule"), str):
-            given["schedule"] = make_schedule(given["schedule"])
+        if "schedule" in given:
+            given["schedule"] = as_schedule(given["schedule"])
         if isinstance(given.get("private", ()), list | None):
             given["private"] = tuple(given.get("private") or ())
         if "aggregation" in given:
@@ -209,6 +218,15 @@ class TrainSettings:
 def is_own_augmentation(augmentation: Any) -> bool:
     """Return whether an augmentation is a function of the user's, or the name of one."""
     return not (augmentation is None or isinstance(augmentation, Augment))
+
+
+def refuse_no_augmentation(given: Any) -> None:
+    """Refuse an augmentation that cannot be called."""
+    if isinstance(given, type) or not (given is None or isinstance(given, str) or callable(given)):
+        value = f"the class {given.__name__}" if isinstance(given, type) else short_repr(given)
+        raise BadInput(
+            f"augmentation is {value}, which changes no samples: give one such as lamina.data.Augment(pad=4)"
+        )
 
 
 def schedule_name(schedule: Schedule) -> str:

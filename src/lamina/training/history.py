@@ -89,6 +89,8 @@ class History(Sequence[Row]):
     @overload
     def __getitem__(self, index: slice) -> History: ...
     def __getitem__(self, index: int | slice) -> Row | History:
+        if isinstance(index, str):
+            raise BadInput(f"history[…] takes the number of a row: history.array('{index}') returns a column")
         return History(self.rows[index], self._metric) if isinstance(index, slice) else self.rows[index]
 
     def __len__(self) -> int:

@@ -24,9 +24,13 @@ from lamina.training.preflight.targets import check_alike
 
 
 def as_algorithm(algorithm: Any) -> Algorithm:
-    """Return an algorithm, given as an object or by name."""
+    """Return an algorithm, given as an object, by name or as a table with a name and options."""
+    if isinstance(algorithm, Mapping) and "name" in algorithm:
+        return algorithms.create(**algorithm)
     if not isinstance(algorithm, str | Algorithm):
-        given = f"the class {algorithm.__name__}" if isinstance(algorithm, type) else repr(algorithm)
+        given = f"the class {algorithm.__name__}" if isinstance(algorithm, type) else short_repr(algorithm)
+        if getattr(algorithm, "ndim", 0):  # the targets
+            raise BadInput("algorithm is an array: pass the data as a pair, Simulation(model, (x, y), algorithm)")
         raise BadInput(f"algorithm is {given}: give a name or an instance such as lamina.FedLamb()")
     if isinstance(algorithm, Algorithm) and not hasattr(algorithm, "card"):
         raise BadInput(f"the class {type(algorithm).__name__} has no card: decorate it with @lamina.algorithm(...)")
@@ -98,11 +102,16 @@ def _are_train_and_test(one: Any, two: Any) -> bool:
     return len(pairs) == 2 and (len(sizes) > 1 or all(a.shape[1:] == b.shape[1:] for a, b in zip(*pairs, strict=True)))
 
 
-def as_model(model: nn.Module | Factory | str, data: Dataset, seed: int) -> nn.Module:
-    """Return a module to train: a copy of one, a new one of a function, or one by name.
+def as_model(model: nn.Module | Factory | str | Mapping[str, Any], data: Dataset, seed: int) -> nn.Module:
+    """Return a module to train: a copy of one, a new one of a function, one by name or by a table with its options.
 
     A function and a name give weights that depend only on the seed, the same as in `lamina run`.
     """
+    seed = rng.torch_seed(seed, "weights")
+    if isinstance(model, Mapping) and "name" in model:
+        options = dict(model)
+        refuse_given(options)
+        return create_model(options.pop("name"), data, seed, **options)
     if isinstance(model, nn.Module):
         try:
             return copy.deepcopy(model)
@@ -115,7 +124,14 @@ def as_model(model: nn.Module | Factory | str, data: Dataset, seed: int) -> nn.M
     if not (isinstance(model, str) or callable(model)):
         wanted = "an nn.Module, a function that returns one, or a name (`lamina list models`)"
         raise BadInput(f"model is {short_repr(model)}: give {wanted}")
-    return create_model(model, data, rng.torch_seed(seed, "weights"))
+    return create_model(model, data, seed)
+
+
+def refuse_given(options: Mapping[str, Any]) -> None:
+    """Refuse options of a model that lamina gives itself."""
+    for key, source in (("seed", "train.seed"), ("classes", "the data"), ("input_shape", "the data")):
+        if key in options:
+            raise BadInput(f"model.{key} follows from {source}: take it out of [model]")
 
 
 def create_model(model: Factory | str, data: Dataset, /, seed: int, **options: Any) -> nn.Module:

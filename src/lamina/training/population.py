@@ -21,7 +21,7 @@ from lamina.rounds.plan import RoundPlan
 from lamina.rounds.settings import PER_MEMBER, TrainSettings
 from lamina.training.evaluation import refuse_nonfinite
 from lamina.training.history import History, Row
-from lamina.training.training import Training, evaluate_together
+from lamina.training.training import Stop, Training, evaluate_together
 
 
 class Population:
@@ -42,6 +42,8 @@ class Population:
     """
 
     def __init__(self, simulations: Sequence[Training]) -> None:
+        if not (isinstance(simulations, Sequence) and all(isinstance(each, Training) for each in simulations)):
+            raise BadInput("a population needs a list of simulations: lamina.Population([first, second])")
         self.simulations = list(simulations)
         self.diverged: dict[int, Diverged] = {}
         if not self.simulations:
@@ -59,11 +61,16 @@ class Population:
         self._same_rounds = [next(j for j, other in enumerate(plans) if other.same_rounds(plan)) for plan in plans]
 
     def run(self, rounds: int, on_round: Callable[[int, Row], None] | None = None) -> list[History]:
-        """Train all members for `rounds` more rounds; `on_round` is called with (member, row) as rounds finish."""
+        """Train all members for `rounds` more rounds; `on_round` is called with (member, row) as rounds finish.
+
+        If it raises StopIteration, the run ends after that round.
+        """
+        stop = Stop(on_round or (lambda i, row: None))
         for left in range(check_count("run: rounds", rounds, least=0), 0, -1):
             for i, row in self.run_round(evaluate=left == 1).items():
-                if on_round is not None:
-                    on_round(i, row)
+                stop.call(i, row)
+            if stop():
+                break
         return [simulation.history for simulation in self.simulations]
 
     def run_round(self, *, evaluate: bool = False) -> dict[int, Row]:

@@ -80,6 +80,24 @@ class RunOptions:
             check_names(self.diagnostics)
 
 
+class Stop:
+    """Calls a function with the results of every round, and notes if it raises StopIteration."""
+
+    def __init__(self, on_round: Callable[..., None]) -> None:
+        self._on_round, self._is_requested = on_round, False
+
+    def __call__(self) -> bool:
+        """Return whether the run is to end."""
+        return self._is_requested
+
+    def call(self, *results: Any) -> None:
+        """Call the function."""
+        try:
+            self._on_round(*results)
+        except StopIteration:
+            self._is_requested = True
+
+
 class Training:
     """One run in memory: its parts, its state after the last round, and its history.
 
@@ -172,13 +190,13 @@ class Training:
     def run(self, rounds: int, on_round: Callable[[Row], None] | None = None) -> History:
         """Train for `rounds` more rounds and return the history; `on_round` is called with every round's metrics.
 
-        With `patience`, training may stop earlier.
+        With `patience`, training may stop earlier. If `on_round` raises StopIteration, the run ends after that round.
         """
         last = self.state.round + check_count("run: rounds", rounds, least=0)
-        while self.state.round < last and not self.has_stopped:
+        stop = Stop(on_round or (lambda row: None))
+        while self.state.round < last and not self.has_stopped and not stop():
             row = self.run_round(evaluate=self.state.round + 1 == last)
-            if on_round is not None:
-                on_round(row)
+            stop.call(row)
             refuse_nonfinite(row)
         return self.history
 

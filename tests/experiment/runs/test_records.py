@@ -68,8 +68,10 @@ def test_a_record_of_a_run_that_is_still_going(half):
     assert (len(record.history), record.complete, record.ended) == (5, False, False)
     with pytest.raises(BadInput, match="no run in"):
         find_records([metrics.parent / "checkpoints"])
-    with pytest.raises(BadInput, match="no folder"):
+    with pytest.raises(BadInput, match="no folder 'none' in '"):
         find_records(["none"])
+    with pytest.raises(BadInput, match=f"no folder '.*'; did you mean '{metrics.parent.name}'"):
+        find_records([metrics.parent.with_name(metrics.parent.name[:-1])])
 
 
 @pytest.mark.parametrize("reader", [("report", "half"), ("export", "half"), ("watch", "half", "--once")])

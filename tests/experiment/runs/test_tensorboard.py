@@ -166,7 +166,7 @@ def test_export_is_one_table_of_all_runs(here, capsys):
 
 def test_export_says_what_is_wrong(here, capsys):
     assert call("export", "nowhere") == 2
-    assert capsys.readouterr().err == "error: no folder 'nowhere'\n"
+    assert capsys.readouterr().err.startswith("error: no folder 'nowhere' in ")
     assert call("run", "small.toml", "-q") == 0
     assert call("export", "runs", "--out", "no/such/folder.csv") == 2
     assert "cannot write 'no/such/folder.csv'" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import warnings
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,26 @@ def test_a_model_that_starts_with_nan_is_refused():
     nn.init.constant_(model[0].bias[:1].data, float("nan"))
     with pytest.raises(lamina.BadInput, match=r"'0\.bias' holds a NaN"):
         simulate(model, (X, Y))
+
+
+class EncoderDecoder(nn.Module):
+    """Takes inputs as T5 does: without its decoder's ids, it fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.config, self.head = SimpleNamespace(is_encoder_decoder=True), nn.Linear(4, 3)
+
+    def forward(self, input_ids, decoder_input_ids=None):
+        if decoder_input_ids is None:
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        return self.head(input_ids + decoder_input_ids)
+
+
+def test_a_model_without_the_ids_of_its_decoder_says_how_to_give_them():
+    for x in (X, {"input_ids": X}):
+        with pytest.raises(lamina.BadInput, match=r"the model has a decoder: give x as .*'decoder_input_ids': …}"):
+            simulate(EncoderDecoder(), (x, Y))
+    simulate(EncoderDecoder(), ({"input_ids": X, "decoder_input_ids": X}, Y)).run(1)
 
 
 class NoTensor(nn.Linear):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lamina.base.text import printable
+from lamina.base.warnings_once import has_handler
 
 
 class LogLines(logging.Handler):
@@ -27,7 +28,7 @@ class LogLines(logging.Handler):
 
     def __enter__(self) -> LogLines:
         logger = logging.getLogger("lamina")
-        self._level, self._is_alone = logger.level, not logger.hasHandlers()
+        self._level, self._is_alone = logger.level, not has_handler()
         logger.setLevel(min(logging.INFO, logger.level or logging.INFO))
         logger.addHandler(self)
         return self

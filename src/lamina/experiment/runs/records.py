@@ -13,7 +13,7 @@ from typing import Any
 
 from lamina import algorithms
 from lamina.base.atomic import PARTIAL, sync_folder
-from lamina.base.errors import BadInput
+from lamina.base.errors import BadInput, nearest
 from lamina.engines.choice import ENGINES, EngineName
 from lamina.experiment.runs.metrics_file import MetricsFile, open_to_read
 from lamina.experiment.toml import leaves
@@ -130,7 +130,11 @@ def find_folders(paths: Iterable[str | Path]) -> list[Path]:
     folders: dict[Path, None] = {}
     for path in map(Path, paths):
         if not path.is_dir():
-            raise BadInput(f"no folder '{path}'")
+            if path.exists():
+                raise BadInput(f"'{path}' is a file: give a run's folder, or a folder of such folders")
+            beside = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
+            where = "" if path.is_absolute() else f" in '{Path.cwd()}'"
+            raise BadInput(f"no folder '{path}'{where}{nearest(path.name, beside)}")
         parents = sorted(metrics.parent for metrics in path.rglob("metrics.jsonl"))
         if not parents:
             raise BadInput(f"no run in '{path}': a run's folder holds config.json and metrics.jsonl")

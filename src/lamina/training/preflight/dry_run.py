@@ -129,8 +129,8 @@ class Pairs(WatchingMode):  # type: ignore[no-untyped-call]
 
 def _generator_states(device: torch.device) -> list[Any]:
     """Return the states of the process-wide generators of torch, Python and numpy."""
-    states: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
+    states: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
     if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device).tolist())
+        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
     kind, words, *position = np.random.get_state()  # noqa: NPY002  (of modules that use it)
-    return [*states, kind, np.asarray(words).tolist(), position]
+    return [*states, kind, np.asarray(words).tobytes(), position]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
 import logging
 from collections.abc import Iterable
@@ -50,7 +51,8 @@ def check_names(run: DryRun) -> None:
     known, takes_any = parameters_of(forward_of(run.objective.module))
     for key in keys:
         # a misspelt name would be ignored by a forward that takes any
-        if key not in known and (not takes_any or nearest(key, [other for other in known if other not in keys])):
+        others = [other for other in known if other not in keys]
+        if key not in known and (not takes_any or difflib.get_close_matches(key, others)):
             raise BadInput(
                 f"the {name} data have an input '{key}', which the model's forward does not take{nearest(key, known)} "
                 f"(it takes {listed(list(known))})"

@@ -40,6 +40,7 @@ def check_loss(run: DryRun) -> None:
         samples = run.samples
     known, sizes = TORCH_LOSSES.get(type(loss)), f"shape [{samples}]"
     outputs, targets = _outputs(run, slice(samples)), take(run.targets, slice(samples))
+    known = known or next((name for each, name in TORCH_LOSSES.items() if each is loss), None)
     try:
         losses: Any = run.objective.losses(outputs, targets)
     except Exception as error:  # whatever a user's loss raises

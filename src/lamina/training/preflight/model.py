@@ -62,7 +62,12 @@ def check_forward(run: DryRun) -> None:
         reason = f"it looks for {reason}, which they do not have"
     elif tensors(run.inputs)[0].dtype == torch.int64 and INTEGER_REFUSED.search(reason):
         reason += "; integers reach the model as they are: give features as floats, x.astype('float32')"
-    positions = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    config = getattr(module, "config", None)
+    decoder_inputs = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
+    if getattr(config, "is_encoder_decoder", False) and not (isinstance(x, dict) and set(decoder_inputs) & set(x)):
+        reason += "; the model has a decoder: give x as {'input_ids': …, 'decoder_input_ids': …}, which "
+        reason += "model.prepare_decoder_input_ids_from_labels(y) makes of the targets"
+    positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and any(v.dim() > 1 and v.shape[1] > positions for v in tensors(x)):
         reason += f"; its config has max_position_embeddings = {positions}: enlarge it or shorten the sequences"
     shape = map_batch(lambda values: tuple(values.shape[1:]), x)
