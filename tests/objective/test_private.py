@@ -65,7 +65,7 @@ def test_records_split_vectors_and_numbers_per_layer():
 @pytest.mark.parametrize(
     ("patterns", "words"),
     [
-        (["heads.*"], "matches no trained parameter and no buffer of the model; did you mean 'head"),
+        (["head.weigth"], "matches no trained parameter and no buffer of the model; did you mean 'head.weight'"),
         (["*"], "clients would share nothing"),
     ],
 )

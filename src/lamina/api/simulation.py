@@ -99,7 +99,7 @@ class Simulation(Training):
             device, follows from the seed, the round, the client and the step. On a GPU the loop calls such a function.
         private: patterns of names, such as ["head.*"] or ["*.bn*"]: parameters and buffers that are never sent. Each
             client trains and keeps its own, from the initial values on. The metrics of `local_test` and
-            `client_metrics` are then those of the clients' own models, and columns that begin with "shared_" are
+            `client_metrics` are then those of the clients' own models, and columns that begin with `shared_` are
             those of the shared model; the test data see the shared model with the initial private values.
         seed: the source of all randomness; default 0.
         device: "auto" (a GPU if there is one), or any torch device.

@@ -225,7 +225,8 @@ def refuse_no_augmentation(given: Any) -> None:
     if isinstance(given, type) or not (given is None or isinstance(given, str) or callable(given)):
         value = f"the class {given.__name__}" if isinstance(given, type) else short_repr(given)
         raise BadInput(
-            f"augmentation is {value}, which changes no samples: give one such as lamina.data.Augment(pad=4)"
+            f"augmentation is {value}, which changes no samples: give lamina.data.Augment(pad=4), or a "
+            "function of (batch, generator)"
         )
 
 
