@@ -68,7 +68,7 @@ def test_a_mistyped_argument_is_named():
         ({"partition": lamina.data.Dirichlet}, "partition is the class Dirichlet: give a name"),
         ({"schedule": lamina.schedules.Cosine}, "schedule is the class Cosine: give a name"),
         ({"aggregation": lamina.aggregation.Median}, "aggregation is the class Median: give a name"),
-        ({"augmentation": 3}, "augmentation is 3, which changes no samples: give one such as"),
+        ({"augmentation": 3}, "augmentation is 3, which changes no samples: give lamina.data.Augment"),
         ({"augmentation": {"pad": 4}}, "augmentation is {'pad': 4}, which"),
         ({"augmentation": lamina.data.Augment}, "augmentation is the class Augment"),
         (
