@@ -7,7 +7,8 @@ import pytest
 
 from data_setup import FakeHubSplit, one_line, pictures
 from lamina.base.errors import BadInput, MissingExtra
-from lamina.data import as_dataset
+from lamina.data import as_dataset, hub
+from lamina.data.mapped import Mapped
 
 
 def test_hub_images_labels_and_other_columns():
@@ -81,3 +82,24 @@ def test_hub_images_without_pillow_name_the_extra():
 
     with pytest.raises(MissingExtra, match=r"pip install -e '\.\[images\]'"):
         as_dataset(NeedsPillow({"image": [b""], "label": [0]}))
+
+
+def test_large_columns_stay_on_disk(monkeypatch):
+    values = {"x": np.random.default_rng(0).normal(size=(9, 2, 3)), "label": np.arange(9) % 2}
+    shown = np.array([*pictures("RGB", "RGB", "RGB"), None], dtype=object)[:3]
+    for columns in (values, {"x": shown, "label": np.arange(3)}):
+        in_memory = as_dataset(FakeHubSplit(columns))
+        with monkeypatch.context() as patch:
+            patch.setattr(hub, "LARGE_BYTES", 1)
+            on_disk = as_dataset(FakeHubSplit(columns))
+        assert isinstance(on_disk.x, Mapped)
+        assert on_disk.x.shape == in_memory.x.shape
+        assert on_disk.x[:].tolist() == in_memory.x.tolist()
+        assert on_disk.inputs(slice(1, 3)).tolist() == in_memory.inputs(slice(1, 3)).tolist()
+
+
+def test_large_columns_need_rows_of_one_shape(monkeypatch):
+    monkeypatch.setattr(hub, "LARGE_BYTES", 1)
+    rows = np.array([np.zeros(2), np.zeros(2), np.zeros(3)], dtype=object)
+    with pytest.raises(BadInput, match="column 'x' is too large for memory, and its rows differ in shape"):
+        as_dataset(FakeHubSplit({"x": rows, "label": np.arange(3)}))

@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 
 from lamina.base.errors import BadInput, missing_extra, nearest
 from lamina.data.images import stack_pictures
+from lamina.data.mapped import Mapped
 from lamina.objective.losses import IGNORED
 
+LARGE_BYTES = 1 << 30  # a column with more is read from disk when a batch needs it
 _INPUT_COLUMNS = ("image", "img", "images", "pixel_values", "x", "input_ids", "features", "inputs")
 _OF_TOKENS = ("token_type_ids", "attention_mask")  # what tokenizers give beside the ids
 LABEL_COLUMNS = ("label", "labels", "fine_label", "target", "targets", "y", "class")
@@ -64,7 +66,9 @@ def arrays(
     for name in inputs_of:
         if isinstance(first[name], str):
             raise BadInput(f"column '{name}' holds text; tokenise it and name that column with x=...")
-        if hasattr(first[name], "convert"):
+        if _decoded(first[name]).nbytes * len(plain) > LARGE_BYTES:
+            inputs[name] = Mapped.of("data", f"column '{name}'", ColumnOnDisk(data, name, first[name]))
+        elif hasattr(first[name], "convert"):
             inputs[name] = _pictures(plain, name)
         else:
             inputs[name] = list(plain[name])
@@ -72,7 +76,8 @@ def arrays(
     if y == "input_ids" and "attention_mask" in inputs:  # the tokens of a language model: padding is not a target
         pairs = zip(labels, inputs["attention_mask"], strict=True)
         labels = [[t if m else IGNORED for t, m in zip(tokens, mask, strict=True)] for tokens, mask in pairs]
-    for name, values in (*inputs.items(), (y, labels)):
+    in_memory = {name: values for name, values in inputs.items() if not isinstance(values, Mapped)}
+    for name, values in (*in_memory.items(), (y, labels)):
         missing = next((row for row, value in enumerate(values) if value is None), None)
         if missing is not None:
             raise BadInput(f"column '{name}' has no value in sample {missing}; fill or drop it, as with data.filter(…)")
@@ -84,6 +89,45 @@ def arrays(
     classes = getattr(getattr(data, "features", {}).get(y), "num_classes", None)
     is_one = len(inputs) == 1 and (x is None or isinstance(x, str))
     return inputs[inputs_of[0]] if is_one else inputs, labels, others, classes
+
+
+class ColumnOnDisk:
+    """A large column of a split, which `Mapped` reads row by row like a memory-mapped array of one shape."""
+
+    def __init__(self, data: Any, name: str, first: Any) -> None:
+        self._data, self._name, self._is_picture = data, name, hasattr(first, "convert")
+        row = self._read([0], None)
+        self.shape, self.dtype, self.ndim = (len(data), *row.shape[1:]), row.dtype, row.ndim
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        return self._read(rows.tolist(), self.shape[1:])
+
+    def _read(self, rows: list[int], shape: tuple[int, ...] | None) -> NDArray[Any]:
+        """Return some rows; refuse those of another shape than the first one."""
+        if self._is_picture:
+            pictures = self._data.with_format(None)[rows][self._name]
+            values: NDArray[Any] = stack_pictures(
+                pictures, len(rows), lambda i: f"column '{self._name}': image {rows[i]}"
+            )
+        else:
+            values = np.asarray(self._data.with_format("numpy")[rows][self._name])
+        if values.dtype.kind not in "iufb" or (shape is not None and values.shape[1:] != shape):
+            raise BadInput(
+                f"column '{self._name}' is too large for memory, and its rows differ in shape or are not numbers: "
+                "give them one shape with data.map(…), or fewer samples"
+            )
+        return values
+
+
+def _decoded(value: Any) -> NDArray[Any]:
+    """Return a picture or a list of numbers as an array."""
+    try:
+        return np.asarray(value)
+    except ValueError:  # lists of different length
+        return np.empty(0)
 
 
 def _pictures(data: Any, column: str) -> NDArray[np.uint8]:

@@ -45,8 +45,8 @@ class Mapped:
         self._blocks = 0  # that were read since the last `_forget`
 
     @classmethod
-    def of(cls, name: str, what: str, array: NDArray[Any]) -> Mapped:
-        """Return the samples of a memory-mapped array, which messages call `what`."""
+    def of(cls, name: str, what: str, array: Any) -> Mapped:
+        """Return the samples of a memory-mapped array, or of what reads like one; messages call it `what`."""
         kind = array.dtype
         if kind.kind not in "iufb" or kind == np.uint64:
             raise BadInput(f"{name}: {what} is memory-mapped with {kind} values: write it as floats, int64 or uint8")
