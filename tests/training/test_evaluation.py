@@ -184,3 +184,28 @@ def test_lamina_has_no_metric_for_several_targets_but_the_loss():
     assert run.metric == "loss"
     with pytest.raises(lamina.BadInput, match=r"metric 'accuracy' needs one tensor of targets, not y\['a'\], y\['b'\]"):
         simulation(run.train_data.y, loss=lambda o, t: o[:, 0] * t["a"], metrics=["accuracy"])
+
+
+def test_metrics_over_clients_of_outputs_and_targets_that_are_several():
+    x, y = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
+
+    def right(outputs, targets):
+        return (outputs["scores"].argmax(1) == targets["kind"]).float().mean()
+
+    class Named(torch.nn.Linear):
+        def forward(self, x):
+            return {"scores": super().forward(x)}
+
+    run = lamina.Simulation(
+        Named(4, 3), (x, {"kind": y}), "fedavg", clients=4, local_test=0.3, heldout_clients=[3], metrics=[right],
+        loss=lambda outputs, targets: torch.nn.functional.cross_entropy(
+            outputs["scores"], targets["kind"], reduction="none"
+        ),
+    )  # fmt: skip
+    row = run.run(1)[-1]
+    tests = run.reserved.local_tests
+    scores = [float((run.model(x[part])["scores"].argmax(1) == y[part]).float().mean()) for part in tests]
+    assert row["client_right_mean"] == pytest.approx(sum(scores) / 3)
+    (heldout,) = run.reserved.heldout
+    expected = float((run.model(x[heldout])["scores"].argmax(1) == y[heldout]).float().mean())
+    assert row["heldout_right"] == pytest.approx(expected)

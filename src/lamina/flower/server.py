@@ -96,7 +96,9 @@ class Server:
         started = time.monotonic()
         traffic = self.mail.traffic = Traffic()
         facts, report, record = self._round(self.state.round + 1)
-        row = evaluation.round_row(self.algorithm, self.objective.start, facts, report, time.monotonic() - started)
+        row = evaluation.round_row(
+            self.algorithm, self.objective.shared_start, facts, report, time.monotonic() - started
+        )
         row |= {
             "asked": len(self.plan.cohort(record.round)),
             "missing": len(record.missing),

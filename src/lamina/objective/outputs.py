@@ -104,6 +104,16 @@ def join_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     return map_outputs(lambda _: next(columns), parts[0])
 
 
+def select_samples(result: Any, rows: Tensor, samples: int) -> Any:
+    """Return what a model returned for some of the samples; a tensor without samples stays."""
+
+    def selected(tensor: Tensor) -> Tensor:
+        axis = sample_axis(tensor, samples)
+        return tensor if axis is None else tensor.index_select(axis, rows.to(tensor.device))
+
+    return map_outputs(selected, result)
+
+
 def _elements(result: Any) -> dict[str, Any]:
     """Return the elements of what a model returns, by the names that code has for them."""
     if isinstance(result, Tensor):

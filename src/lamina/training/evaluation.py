@@ -25,7 +25,7 @@ from lamina.engines.state import RoundReport
 from lamina.objective.batch import Targets, named_tensors, take, tensors
 from lamina.objective.losses import aligned, class_axis, counted, hits
 from lamina.objective.objective import Buffers, Objective
-from lamina.objective.outputs import join_outputs, main_element, map_outputs, outputs_of
+from lamina.objective.outputs import join_outputs, main_element, map_outputs, outputs_of, select_samples
 from lamina.rounds.clients import Reserved
 from lamina.rounds.plan import RoundFacts
 from lamina.training.history import Row
@@ -240,8 +240,9 @@ def client_columns(metric: Metric, values: Values, group: ClientSamples) -> dict
         with np.errstate(invalid="ignore"):  # a client without any label has no score
             scores = numbers / (counts[0] if counts else parts.sizes.astype(numbers.dtype))
     else:
-        values = tuple(value.cpu() for value in values)
-        scores = np.array([float(value_of(metric, tuple(value[part] for value in values))) for part in parts])
+        values, samples = map_outputs(Tensor.cpu, values), len(group.data)
+        own = (select_samples(values, torch.from_numpy(part), samples) for part in parts)
+        scores = np.array([float(value_of(metric, value)) for value in own])
     scores = np.sort(scores[~np.isnan(scores)])
     name = f"{group.prefix}{metric.name}"
     if not len(scores):

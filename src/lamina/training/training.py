@@ -179,6 +179,11 @@ class Training:
                 record_trust_ratios=options.trust_ratios,
             )
 
+        if self.has_client_models and self.test_data is not None:
+            log.warning(
+                "the test data see the shared model, without the clients' own parts; comparisons, tuning, patience and "
+                "the best model follow that: for the clients' own models, see the columns client_…_mean (local_test)"
+            )
         names = tuple(options.diagnostics or ())
         if names and self.objective.private is not None:
             raise BadInput("diagnostics are about one model that all clients share: leave them out, or `private`")
@@ -236,7 +241,7 @@ class Training:
         self, before: State, plan: RoundPlan, report: RoundReport, seconds: float, metrics: Mapping[str, float]
     ) -> Row:
         """Append the row of a finished round, with its evaluation and diagnostics if they were due, and return it."""
-        row = round_row(self.algorithm, self.objective.start, plan, report, seconds) | dict(metrics)
+        row = round_row(self.algorithm, self.objective.shared_start, plan, report, seconds) | dict(metrics)
         if metrics and self.diagnostics.names:
             started = time.perf_counter()
             row |= self.diagnostics.measure(before, self.state, plan, report)
@@ -273,9 +278,14 @@ class Training:
 
     def start_evaluation(self) -> Callable[[], dict[str, float]]:
         """Start the evaluation of the current model, and of the clients' own models if they have any."""
-        state, has_own = self.state, self.objective.private is not None or has_client_models(self.algorithm)
-        x, model_of = self.objective.whole(state.server.x), self.client_parameters if has_own else None
+        state = self.state
+        x, model_of = self.objective.whole(state.server.x), self.client_parameters if self.has_client_models else None
         return self.evaluation.start(self.objective, x, state.buffers, model_of)
+
+    @property
+    def has_client_models(self) -> bool:
+        """Whether clients use models of their own: with private parts, or by the algorithm."""
+        return self.objective.private is not None or has_client_models(self.algorithm)
 
     def client_parameters(self, client: int) -> tuple[Tensor, Buffers]:
         """Return the parameters and buffers of the model that a client uses."""
