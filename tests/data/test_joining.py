@@ -201,3 +201,17 @@ def test_targets_may_be_tuples_and_dicts():
     clients[1][1].pop("size")
     with pytest.raises(lamina.BadInput, match="client 1 has other targets"):
         as_data(clients)
+
+
+def test_clients_with_whole_numbers_as_names_are_in_their_order():
+    run = lamina.Simulation(
+        nn.Linear(2, 2), {k: (torch.zeros(5 + k, 2), torch.arange(5 + k) % 2) for k in (10, 2, 1)}, "fedavg"
+    )
+    assert [len(part) for part in run.plan.clients.parts] == [6, 7, 15]
+
+
+def test_test_data_of_other_clients_are_evaluated_together(caplog):
+    samples = (torch.zeros(4, 2), torch.tensor([0, 1, 0, 1]))
+    run = lamina.Simulation(nn.Linear(2, 2), [samples] * 3, "fedavg", test=[samples] * 3, clients=3, partition="iid")
+    assert not any(name.startswith("client_") for name in run.evaluate())
+    assert "dealt to other clients" in caplog.text

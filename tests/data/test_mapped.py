@@ -137,3 +137,14 @@ def test_four_gigabytes_train_in_one(tmp_path):
     loss, kilobytes = map(float, ended.stdout.split())
     assert loss > 0
     assert kilobytes < 1 << 20
+
+
+def test_joined_parts_keep_their_values_whatever_their_types(tmp_path):
+    parts = []
+    for name, values in {"a": np.array([[7]], np.uint16), "b": np.array([[70_000]], np.uint32)}.items():
+        np.save(tmp_path / f"{name}.npy", values)
+        parts.append(Mapped.of("data", "x", np.load(tmp_path / f"{name}.npy", mmap_mode="r")))
+    assert Mapped.joined(parts)[:].tolist() == [[7], [70_000]]
+    assert Mapped.joined([*parts, torch.tensor([[2**40]])])[:].tolist() == [[7], [70_000], [2**40]]
+    halves = Mapped.joined([Mapped([np.zeros((1, 1), np.float16)]), torch.tensor([[1e-9]])])
+    assert halves.subset(np.array([1]))[0].tolist() == [pytest.approx(1e-9)]

@@ -246,3 +246,48 @@ def test_an_algorithm_may_say_which_model_a_client_uses():
     assert torch.equal(run.client_parameters(0)[0], run.state.clients[0].v)
     assert {"client_accuracy_mean", "shared_client_accuracy_mean"} <= set(row)
     registry().pop("slow_one", None)
+
+
+def seeded(seed):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Net().double()
+
+
+def test_members_of_a_population_start_from_their_own_private_values():
+    settings = {"clients": PARTS, "batch_size": 8, "lr": 0.02, "private": ["head.*", "norm.*"], "engine": "stacked"}
+    alone, together = (
+        [lamina.Simulation(seeded(seed), (X, Y), "fedlada", **settings) for seed in (5, 6)] for _ in range(2)
+    )
+    lamina.Population(together).run(2)
+    for one, other in zip(alone, together, strict=True):
+        one.run(2)
+        torch.testing.assert_close(client_vectors(other), client_vectors(one), rtol=1e-9, atol=1e-11)
+
+
+def test_a_checkpoint_holds_where_private_parts_start(tmp_path):
+    """A script may restore it into a module with other initial weights, as with shared parameters."""
+    runs = [
+        lamina.Simulation(seeded(seed), (X, Y), "fedlada", clients=PARTS, batch_size=8, lr=0.02, participation=0.2,
+                          private=["head.*", "norm.*"], seed=1)
+        for seed in (5, 6)
+    ]  # fmt: skip
+    runs[0].run(1)
+    runs[0].save(tmp_path)
+    runs[1].restore(tmp_path)
+    for run in runs:
+        run.run(3)
+    assert torch.equal(client_vectors(runs[0]), client_vectors(runs[1]))
+    assert all(torch.equal(a, b) for a, b in zip(*(run.model.state_dict().values() for run in runs), strict=True))
+
+
+def test_client_metrics_are_those_of_the_clients_own_models():
+    shuffled = [list(reversed(part)) for part in reversed(PARTS)]  # not in the order of the samples
+    run = simulation("fedavg", clients=shuffled, client_metrics=True, participation=1.0, lr=0.2)
+    row = run.run(3)[-1]
+    scores = [
+        float((run.client_model(i)(X[part]).argmax(1) == Y[part]).double().mean()) for i, part in enumerate(shuffled)
+    ]
+    assert row["client_accuracy"] == pytest.approx(np.mean(scores))
+    assert row["client_accuracy_worst10"] == pytest.approx(min(scores))
+    assert row["client_accuracy_std"] == pytest.approx(np.std(scores))

@@ -90,3 +90,13 @@ def test_a_frozen_parameter_is_not_private():
 def test_objectives_with_other_private_parts_differ():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert "private" in Objective(module, private=["1.*"]).difference(Objective(module))
+
+
+def test_any_name_of_a_tied_parameter_makes_it_private():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.body, self.head = nn.Embedding(4, 3), nn.Linear(3, 3), nn.Linear(3, 4)
+            self.head.weight = self.embed.weight
+
+    assert Objective(Tied(), private=["head.*"]).private.own.names == ("embed.weight", "head.bias")

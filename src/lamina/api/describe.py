@@ -82,6 +82,8 @@ def describe(
         name = objects["data"].train.name
         tree["data"]["name"] = f"own {name}" if name in FORMATS else name  # a format would need its options
     if clients is not None and not is_whole(clients):
+        if objects["data"].train.client_column is not None:
+            raise BadInput("the data are given client by client: leave clients out")
         objects["data"] = _with_clients(objects["data"], clients)
         partition = {"name": "by-column", "column": GIVEN_CLIENTS}
     elif clients is not None:

@@ -206,7 +206,7 @@ class Simulation(Training):
                 data=train if isinstance(train, str) else train_data,  # converted only once
                 test=test
                 if isinstance(train, str)
-                else {"first": test_data, **more_tests}
+                else {"__first__": test_data, **more_tests}
                 if more_tests
                 else test_data,
                 algorithm=algorithm,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from lamina.base.errors import BadInput
+from lamina.base.errors import BadInput, is_whole
 from lamina.data import hub
 from lamina.data.dataset import Dataset, as_dataset
 from lamina.data.mapped import Mapped
@@ -29,7 +29,8 @@ def as_data(given: Any, name: str = "data") -> Dataset:
         if {*given} == {"train", "test"}:
             raise BadInput("the data are a dict of 'train' and 'test': pass them apart, train and test=…")
         if not given or any(_is_data_set(item) or _is_pair(item) for item in given.values()):
-            return _joined({str(key): item for key, item in given.items()}, name)
+            are_numbers = all(is_whole(key) for key in given)  # which are in the order of numbers, not of text
+            return _joined({int(key) if are_numbers else str(key): item for key, item in given.items()}, name)
     if isinstance(given, list | tuple):
         data_sets, pairs = list(map(_is_data_set, given)), list(map(_is_pair, given))
         are_data = [one or other for one, other in zip(data_sets, pairs, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -114,11 +115,15 @@ class Mapped:
         starts = np.cumsum([0, *(part._bounds[-1] for part in mapped)])
         rows = [start + part._own_rows for start, part in zip(starts, mapped, strict=False)]
         arrays = [array for part in mapped for array in part._arrays]
-        return cls(arrays, mapped[0].dtype, np.concatenate(rows), mapped[0].device)
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in mapped))
+        joined = cls(arrays, dtype, np.concatenate(rows), mapped[0].device)
+        joined._native = np.result_type(*(part._native for part in mapped))  # holds the values of every part
+        return joined
 
     def _with(self, **changed: Any) -> Mapped:
         same: dict[str, Any] = {"arrays": self._arrays, "dtype": self.dtype, "rows": self._rows, "device": self.device}
         other = Mapped(**(same | changed))
+        other._native = self._native
         other.is_checked = self.is_checked
         return other
 

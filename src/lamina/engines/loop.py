@@ -77,7 +77,9 @@ class Loop:
         weights = client_weights(plan, self.protocol.by_examples)  # of the cohort in the mean; their sum is 1
 
         records = [
-            state.clients[i] if i in state.clients else first_record(algorithm, objective, state.server.x)
+            state.clients[i]
+            if i in state.clients
+            else first_record(algorithm, objective, state.server.x, state.own, state.buffers)
             for i in plan.cohort.tolist()
         ]
         # the model that every client sees: the server's, with the private parts of its own

@@ -29,14 +29,26 @@ class Kept(NamedTuple):
     buffers: Buffers = {}  # noqa: RUF012  # the private buffers
 
 
-def first_record(algorithm: Algorithm, objective: Objective, x: Tensor) -> Any:
-    """Return what a client keeps before its first round; x are the shared parameters that the server holds."""
+def first_record(
+    algorithm: Algorithm, objective: Objective, x: Tensor, own: Tensor | None = None, buffers: Buffers | None = None
+) -> Any:
+    """Return what a client keeps before its first round.
+
+    Args:
+        algorithm: the algorithm.
+        objective: the model.
+        x: the shared parameters that the server holds.
+        own: where the private parameters start; by default where the objective's do.
+        buffers: the same for the buffers.
+    """
     private = objective.private
-    client = algorithm.client_init(objective.whole(x), objective.layers)
+    client = algorithm.client_init(objective.whole(x, own), objective.layers)
     if private is None:
         return client
-    server = None if private.own is None else algorithm.init(private.split(objective.start)[1], private.own)
-    return _pack(Kept(client, server, {name: objective.buffers[name] for name in private.buffers}))
+    own = objective.own_start if own is None else own
+    server = None if private.own is None or own is None else algorithm.init(own, private.own)
+    starts = objective.buffers if buffers is None else buffers
+    return _pack(Kept(client, server, {name: starts[name] for name in private.buffers}))
 
 
 def unpack(objective: Objective, record: Any) -> Kept:

@@ -59,7 +59,7 @@ def hold_out(experiment: Experiment, train: Dataset) -> Splits:
                 f"settings, and the others would have other numbers: give "
                 f"heldout_clients as values of '{column}', or select on the test data (select = \"test\")"
             )
-    return Splits(rest, held_out)
+    return Splits(rest, dataclasses.replace(held_out, client_column=None))  # all of it together chooses
 
 
 def build(experiment: Experiment, splits: Splits | None = None) -> Training:

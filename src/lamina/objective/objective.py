@@ -68,7 +68,7 @@ class Objective:
         self.private: Private | None = None
         if private:  # buffers of whole numbers stay as they are, for every client
             floating = [name for name, buffer in self.buffers.items() if buffer.is_floating_point()]
-            self.private = Private(private, self.layers, floating, self.device)
+            self.private = Private(private, self.layers, floating, self.device, _other_names(module))
         self.attributes = attributes_digest(module)  # taken now, because a forward pass may change them
         # a layer the user froze with .eval() in a module that trains (BatchNorm, usually) stays as it is
         self.always_evaluated = {n for n, m in module.named_modules() if not m.training} if module.training else set()
@@ -115,11 +115,15 @@ class Objective:
         """Return the buffers that travel with the model."""
         return buffers if self.private is None else self.private.shared_buffers(buffers)
 
-    def whole(self, x: Tensor) -> Tensor:
-        """Return all parameters from the shared ones: those that are private have their initial values."""
-        if self.private is None or self.private.own is None:
-            return x
-        return self.private.join(x, self.private.split(self.start)[1])
+    @property
+    def own_start(self) -> Tensor | None:
+        """The private parameters where training starts; None if there are none."""
+        return None if self.private is None or self.private.own is None else self.private.split(self.start)[1]
+
+    def whole(self, x: Tensor, own: Tensor | None = None) -> Tensor:
+        """Return all parameters from the shared ones; `own` are the private ones, by default where they start."""
+        own = self.own_start if own is None else own
+        return x if self.private is None or own is None else self.private.join(x, own)
 
     def frozen_note(self) -> str:
         """Return how many of the parameters are trained and sent, or an empty string if all are."""

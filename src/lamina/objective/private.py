@@ -29,8 +29,16 @@ class Private:
     tensor([1., 2., 3., 4.])
     """
 
-    def __init__(self, patterns: Sequence[str], layers: Layers, buffers: Sequence[str], device: torch.device) -> None:
-        names = [*layers.names, *buffers]
+    def __init__(
+        self,
+        patterns: Sequence[str],
+        layers: Layers,
+        buffers: Sequence[str],
+        device: torch.device,
+        other_names: Mapping[str, str] | None = None,
+    ) -> None:
+        tied = {name: first for name, first in (other_names or {}).items() if first in (*layers.names, *buffers)}
+        names = [*layers.names, *buffers, *tied]
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise BadInput(
@@ -38,8 +46,11 @@ class Private:
                     f"{nearest(pattern, names)}; patterns are like 'head.*' (names: {listed(names, most=10)})"
                 )
 
+        matching = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        matching |= {tied[name] for name in matching if name in tied}  # a tensor with several names is one
+
         def is_own(name: str) -> bool:
-            return any(fnmatchcase(name, pattern) for pattern in patterns)
+            return name in matching
 
         own = {name: shape for name, shape in layers.shapes.items() if is_own(name)}
         if len(own) == len(layers.names):
@@ -86,7 +97,7 @@ class Private:
             return None
         if shared.shape[-1] == self.shared.size:
             return self.join(shared, own, layout)
-        if shared.shape[-1] == len(self._shared_layers):  # one number per layer
+        if shared.shape[-1] == len(self._shared_layers) > 1:  # one number per layer
             both = torch.cat([shared, own], -1)
             return both[..., torch.argsort(torch.tensor([*self._shared_layers, *self._own_layers]))]
         return shared
@@ -94,6 +105,6 @@ class Private:
     def _split_field(self, value: Tensor, layout: ChannelsLast | None) -> tuple[Tensor, Tensor]:
         if value.shape[-1] == self.layers.size:
             return self.split(value, layout)
-        if value.shape[-1] == len(self.layers.names):
+        if value.shape[-1] == len(self.layers.names) > 1:
             return value[..., self._shared_layers], value[..., self._own_layers]
         return value, value

@@ -38,6 +38,7 @@ class Clients:
     """The samples of every client: fixed parts, or a new split among the active clients in every round."""
 
     column: NDArray[Any] | None = None  # if a column names the clients, its values by sample
+    column_name: str | None = None
 
     def __init__(self, parts: Sequence[Any], samples: int) -> None:
         self.parts = _checked_parts(parts, samples)
@@ -140,7 +141,7 @@ def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, see
     if isinstance(partition, ByColumn):
         expected = None if clients is None else check_count("clients", clients, MOST_CLIENTS)
         dealt = Clients(split_dataset(partition, data, expected, seed), samples=len(data))
-        dealt.column = np.asarray(data.columns[partition.column])
+        dealt.column, dealt.column_name = np.asarray(data.columns[partition.column]), partition.column
         return dealt
     count = check_count("clients", DEFAULT_CLIENTS if clients is None else clients, MOST_CLIENTS)
     if isinstance(partition, Reallocate):

@@ -258,7 +258,7 @@ class Training:
     @property
     def model(self) -> nn.Module:
         """A copy of the trained module in evaluation mode; later rounds do not change it."""
-        x = self.objective.whole(self.state.server.x)
+        x = self.objective.whole(self.state.server.x, self.state.own)
         return copy_module(self.objective.module_at(x, self.state.buffers)).eval()
 
     @property
@@ -279,8 +279,10 @@ class Training:
     def start_evaluation(self) -> Callable[[], dict[str, float]]:
         """Start the evaluation of the current model, and of the clients' own models if they have any."""
         state = self.state
-        x, model_of = self.objective.whole(state.server.x), self.client_parameters if self.has_client_models else None
-        return self.evaluation.start(self.objective, x, state.buffers, model_of)
+        model_of = self.client_parameters if self.has_client_models else None
+        return self.evaluation.start(
+            self.objective, self.objective.whole(state.server.x, state.own), state.buffers, model_of
+        )
 
     @property
     def has_client_models(self) -> bool:
@@ -291,7 +293,8 @@ class Training:
         """Return the parameters and buffers of the model that a client uses."""
         state, objective = self.state, self.objective
         record = state.clients.get(client)
-        record = first_record(self.algorithm, objective, state.server.x) if record is None else record
+        if record is None:
+            record = first_record(self.algorithm, objective, state.server.x, state.own, state.buffers)
         record = on_device(record, self.device)
         x, buffers = personal_model(objective, state.server.x, state.buffers, record)
         return self.algorithm.client_model(x, unpack(objective, record).client), buffers
@@ -300,9 +303,14 @@ class Training:
         """Return the clients' samples to evaluate on."""
         reserved, parts = reserved_samples(self.reserved, self.train_data, self.device), self.plan.clients.parts
         names, test = self.all_clients.column, self.test_data
-        if test is not None and test.client_column is not None and names is not None:
+        is_by_client = test is not None and test.client_column is not None
+        if is_by_client and self.all_clients.column_name != self.train_data.client_column:
+            log.warning("the data are dealt to other clients, so the clients' test data are evaluated together only")
+        elif is_by_client:
             if self.reserved.local_tests:
                 raise BadInput("the clients have test data of their own: leave local_test out")
+            assert test is not None
+            assert names is not None
             reserved.insert(0, samples_by_client(test, self.reserved, names))
         if not client_metrics:
             return reserved
@@ -318,7 +326,7 @@ class Training:
             )
         everyone = range(self.plan.clients.count)
         own = ClientSamples("client_", "", self.train_data, parts, pooled=False, clients=everyone)
-        return [in_order(own) if self.objective.mixes_samples else own, *reserved]
+        return [in_order(own) if self.objective.mixes_samples or self.has_client_models else own, *reserved]
 
 
 def evaluate_together(simulations: Sequence[Training], *, always: bool = False) -> list[dict[str, float]]:

@@ -19,8 +19,10 @@ from lamina.objective.objective import Buffers, Objective
 def record_of(objective: Objective, now: RoundInProgress, row: Row) -> Any:
     """Return what a row's client kept before this round."""
     member = now.members[row.member]
-    record = member.state.clients.get(now.client_id(row))
-    return first_record(member.algorithm, objective, member.state.server.x) if record is None else record
+    state, record = member.state, member.state.clients.get(now.client_id(row))
+    if record is not None:
+        return record
+    return first_record(member.algorithm, objective, state.server.x, state.own, state.buffers)
 
 
 def model_of(objective: Objective, now: RoundInProgress, row: Row) -> tuple[Tensor, Buffers]:
