@@ -35,8 +35,8 @@ def score_key(value: float, name: str) -> float:
     return -value if smaller_is_better(name) else value
 
 
-def data_frame(rows: Sequence[Mapping[str, Any]], purpose: str) -> Any:
-    """Return rows as a pandas DataFrame; `purpose` names the call that needs pandas, for the error without it."""
+def data_frame(rows: Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Any]], purpose: str) -> Any:
+    """Return rows, or columns by name, as a pandas DataFrame; `purpose` names the call that needs pandas."""
     try:
         import pandas
     except ImportError as error:
