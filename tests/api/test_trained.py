@@ -400,3 +400,35 @@ def test_several_targets_and_outputs(tmp_path):
         assert torch.equal(mine, expected)
     assert run.predict(x).classes is None
     assert run.evaluate(data)["loss"] == simulation.history[-1]["loss"]
+
+
+def surprise(outputs, targets):
+    return outputs["spread"].exp().mean(1) + (outputs["mean"] - targets).square()
+
+
+class Named(Heads):
+    def forward(self, x):
+        return {"mean": self.right(x).squeeze(1), "spread": self.left(x)}
+
+
+@pytest.mark.parametrize("targets", [torch.randn(60), torch.arange(60) % 3], ids=["numbers", "classes"])
+def test_a_dict_without_logits_has_a_column_for_every_number(tmp_path, targets):
+    x, _ = points()
+    trained(tmp_path / "run", Named(), (x, targets), loss=surprise)
+    predictions = lamina.load(tmp_path / "run").predict(x)
+    assert (predictions.probabilities, predictions.labels, predictions.classes) == (None, None, None)
+    table = predictions.to_pandas()
+    assert list(table) == ["prediction_mean", "prediction_spread_0", "prediction_spread_1"]
+    outputs = torch.cat([predictions.outputs["mean"][:, None], predictions.outputs["spread"]], 1)
+    assert torch.equal(torch.tensor(table.to_numpy(), dtype=torch.float32), outputs)
+    run = lamina.load(tmp_path / "run", model=functools.partial(Maps))
+    with pytest.raises(
+        lamina.BadInput, match=r"\['spread'\] \(Tensor of shape \[60, 1, 2\]\).*use predictions.outputs"
+    ):
+        run.predict(x).to_pandas()
+
+
+class Maps(Named):
+    def forward(self, x):
+        outputs = super().forward(x)
+        return outputs | {"spread": outputs["spread"].unsqueeze(1)}

@@ -62,6 +62,22 @@ def test_a_new_table_gets_a_row_for_every_row(patients, capsys):
     assert run_of("predict", "runs/p", "new.csv", "--out", "predictions.csv") == 0  # replaces its own
 
 
+def test_a_parquet_file_has_the_same_table(patients, capsys):
+    pandas, _ = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    for _ in range(2):  # the second replaces the first
+        assert run_of("predict", "runs/p", "new.csv", "--out", "p.parquet") == 0
+    assert "2 predictions in p.parquet" in capsys.readouterr().out
+    table = pandas.read_parquet("p.parquet")
+    predictions = lamina.load("runs/p").predict("new.csv")
+    assert list(table) == ["ward", "id", "age", "prediction", "probability_ill", "probability_well"]
+    assert table["id"].tolist() == ["007", "008"]
+    assert table["prediction"].tolist() == predictions.classes.tolist()
+    assert table["probability_ill"].tolist() == predictions.probabilities[:, 0].tolist()
+    pandas.DataFrame({"age": [1]}).to_parquet("mine.parquet")
+    assert run_of("predict", "runs/p", "new.csv", "--out", "mine.parquet") == 2
+    assert "'mine.parquet' is there and is no table of predictions" in capsys.readouterr().err
+
+
 def test_the_labelled_table_is_evaluated_as_it_is(patients):
     run = lamina.load("runs/p")
     measured = run.evaluate("moved.csv")
@@ -77,6 +93,7 @@ def test_the_labelled_table_is_evaluated_as_it_is(patients):
         (["runs/p", "nothing.csv"], "there is no file or folder 'nothing.csv'"),
         (["runs/p", "taken.csv"], "has a column 'prediction'"),
         (["runs/p", "short.csv"], "no column 'age'"),
+        (["runs/p", "new.csv", "--out", "p.xlsx"], "written as .csv or .parquet, not as '.xlsx'"),
         (["runs/p", "new.csv", "--out", "new.csv"], "is no table of predictions"),
         (["runs/p", "new.csv", "--out", "runs/p/predictions.csv"], "inside the run folder"),
     ],

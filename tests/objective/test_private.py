@@ -74,7 +74,7 @@ def test_patterns_that_cannot_be_meant_are_refused(patterns, words):
         private(*patterns)
 
 
-@pytest.mark.parametrize("given", ["head.*", [3]])
+@pytest.mark.parametrize("given", ["head.*", [3], 3, lambda name: True])
 def test_private_must_be_a_list_of_patterns(given):
     with pytest.raises(lamina.BadInput, match="give a list of patterns of names"):
         lamina.Simulation(nn.Linear(2, 2), (torch.ones(8, 2), torch.zeros(8).long()), private=given)

@@ -143,6 +143,8 @@ def test_a_plot_has_a_line_for_every_column_and_leaves_out_rounds_without_a_valu
 def test_a_plot_names_a_wrong_column_and_a_missing_package(monkeypatch):
     with pytest.raises(lamina.BadInput, match="did you mean 'accuracy'"):
         History(ROWS).plot("acuracy")
+    with pytest.raises(lamina.BadInput, match=r"takes names, such as plot\('loss', 'accuracy'\), not \['loss'\]"):
+        History(ROWS).plot(["loss"])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(lamina.MissingExtra, match=r"history.plot\(\) needs matplotlib: pip install matplotlib"):
         History(ROWS).plot()

@@ -30,7 +30,7 @@ from lamina.objective import losses
 from lamina.objective.batch import arguments
 from lamina.objective.losses import Loss
 from lamina.objective.objective import Objective
-from lamina.objective.outputs import join_outputs, map_outputs, outputs_of
+from lamina.objective.outputs import elements_of, join_outputs, main_element, map_outputs, outputs_of
 from lamina.storage.checkpoint import read_model
 from lamina.training.evaluation import EVALUATION_BATCH, Evaluation
 from lamina.training.history import History, data_frame
@@ -76,9 +76,12 @@ class Predictions:
 
     @cached_property
     def labels(self) -> Tensor | None:
-        """The number of the most likely class of every sample (token, pixel); None for a regression."""
+        """The number of the most likely class of every sample (token, pixel).
+
+        None for a regression, and for a dict or an object of which no element is the logits.
+        """
         is_regression = self._loss is not None and losses.is_regression(self._loss)
-        if self._like.classes is None or is_regression:
+        if self._like.classes is None or is_regression or main_element(self.outputs) is None:
             return None
         if self._is_binary:
             return (self._main.reshape(self._main.shape[: self._like.y.dim()]) > 0).long()
@@ -98,9 +101,10 @@ class Predictions:
 
         None for a regression, and with a loss of your own, of which lamina does not know what the outputs mean.
         """
-        loss, outputs = self._loss, self._main.float()
+        loss = self._loss
         if loss is None or losses.is_user_defined(loss):
             return None
+        outputs = self._main.float()
         if losses.is_binary(loss):
             return outputs.sigmoid()
         if self._class_axis is None or self._like.classes is None:
@@ -114,11 +118,16 @@ class Predictions:
             yield dict(zip(columns, cells, strict=True))
 
     def to_pandas(self) -> Any:
-        """Return a DataFrame: the column ``prediction``, and ``probability_<class>`` for every class."""
+        """Return a DataFrame: the column ``prediction``, and ``probability_<class>`` for every class.
+
+        A dict or an object without logits has ``prediction_<element>`` for every number of every element instead.
+        """
         return data_frame(list(self.rows()), "predictions.to_pandas()")
 
     def _columns(self) -> dict[str, list[Any]]:
         """Return the columns of the table; refuse predictions that are none, as for every pixel of an image."""
+        if main_element(self.outputs) is None:
+            return self._columns_of_elements()
         outputs, classes, probabilities = self._main, self.classes, self.probabilities
         several = outputs if classes is None else self.labels
         assert several is not None
@@ -141,6 +150,22 @@ class Predictions:
             probabilities = torch.cat([1 - probabilities, probabilities], 1)
         names = self.class_names or range(probabilities.shape[1])
         return table | {f"probability_{n}": p for n, p in zip(names, probabilities.T.tolist(), strict=False)}
+
+    def _columns_of_elements(self) -> dict[str, list[Any]]:
+        """Return the columns of outputs of which no element is the main one: those of all elements."""
+        columns: dict[str, list[Any]] = {}
+        for name, values in elements_of(self.outputs).items():
+            if not isinstance(values, Tensor) or values.dim() not in (1, 2) or len(values) != len(self):
+                shape = f" of shape {list(values.shape)}" if isinstance(values, Tensor) else ""
+                raise BadInput(
+                    f"the model's output {name} ({type(values).__name__}{shape}) is no number or row of numbers for "
+                    f"each of {plural(len(self), 'sample')}: use predictions.outputs"
+                )
+            parts = values.reshape(len(values), -1).T.tolist()
+            ends = [f"_{number}" for number in range(len(parts))] if len(parts) > 1 else [""]
+            plain = name.strip("[].'")  # as code has it: ['mean'], .mean
+            columns |= {f"prediction_{plain}{end}": column for end, column in zip(ends, parts, strict=True)}
+        return columns
 
     def __repr__(self) -> str:
         kind = "outputs" if self._like.classes is None else "classes"

@@ -111,9 +111,13 @@ class Data(Named):
 
     @model_validator(mode="after")
     def _augment_is_set(self) -> Data:
-        unused = sorted({key for key in type(self).model_fields if key.startswith("augment_")} & self.model_fields_set)
-        is_set = "augment" in self.model_fields_set and not isinstance(self.augment, str)
-        if unused and not is_set:  # augment = false says that they do not act
+        if isinstance(self.augment, bool) and "augment" in self.model_fields_set:  # false says that they do not act
+            return self
+        keys = {key: field.default for key, field in type(self).model_fields.items() if key.startswith("augment_")}
+        unused = sorted(keys.keys() & self.model_fields_set)
+        if isinstance(self.augment, str):  # a run's config.json has all keys, at their defaults
+            unused = [key for key in unused if getattr(self, key) != keys[key]]
+        if unused:
             raise PydanticCustomError(
                 "unused", "{keys} needs augment = true: add it, or take {keys} out", {"keys": " and ".join(unused)}
             )

@@ -20,7 +20,7 @@ def outputs_of(result: Any) -> Tensor:
     >>> outputs_of((torch.zeros(2, 3), "hidden states")).shape
     torch.Size([2, 3])
     """
-    elements = _elements(result)
+    elements = elements_of(result)
     name = main_element(result)
     if name is None:
         kind = type(result).__name__ + (f" of {listed(list(elements))}" if elements else "")
@@ -35,7 +35,7 @@ def outputs_of(result: Any) -> Tensor:
 
 def main_element(result: Any) -> str | None:
     """Return the name of the element that `outputs_of` returns, as code has it; None: there is none."""
-    elements = _elements(result)
+    elements = elements_of(result)
     first = list(elements)[:1] if isinstance(result, tuple | list) else []
     names = ("", ".logits", "['logits']", *first)
     return next((name for name in names if isinstance(elements.get(name), Tensor)), None)
@@ -50,7 +50,7 @@ def other_elements(result: Any) -> list[str]:
     ["['aux']"]
     """
     main = main_element(result)
-    others = {name: tensors_in(value) for name, value in _elements(result).items() if name != main}
+    others = {name: tensors_in(value) for name, value in elements_of(result).items() if name != main}
     is_of_transformers = isinstance(result, Mapping) and main == ".logits"
     return [name for name, found in others.items() if found and (not is_of_transformers or found[0].numel() == 1)]
 
@@ -114,7 +114,7 @@ def select_samples(result: Any, rows: Tensor, samples: int) -> Any:
     return map_outputs(selected, result)
 
 
-def _elements(result: Any) -> dict[str, Any]:
+def elements_of(result: Any) -> dict[str, Any]:
     """Return the elements of what a model returns, by the names that code has for them."""
     if isinstance(result, Tensor):
         return {"": result}

@@ -96,7 +96,8 @@ class TrainSettings:
         if not callable(as_loss(self.loss)):
             raise BadInput(f"loss = {short_repr(self.loss)} is neither a name nor a function of (outputs, targets)")
         refuse_no_augmentation(self.augmentation)
-        if isinstance(self.private, str) or not all(isinstance(pattern, str) for pattern in self.private):
+        is_list = isinstance(self.private, Sequence) and not isinstance(self.private, str)
+        if not is_list or not all(isinstance(pattern, str) for pattern in self.private):
             raise BadInput(
                 f"private = {short_repr(self.private)}: give a list of patterns of names, such as ['head.*']"
             )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lamina.base.columns import Columns
 from lamina.base.columns import Row as Row
-from lamina.base.errors import BadInput, MissingExtra, missing_extra, nearest
+from lamina.base.errors import BadInput, MissingExtra, missing_extra, nearest, short_repr
 from lamina.base.text import html_table
 from lamina.training.metrics import is_metric, smaller_is_better
 
@@ -35,8 +35,8 @@ def score_key(value: float, name: str) -> float:
     return -value if smaller_is_better(name) else value
 
 
-def data_frame(rows: Sequence[Mapping[str, Any]], purpose: str) -> Any:
-    """Return rows as a pandas DataFrame; `purpose` names the call that needs pandas, for the error without it."""
+def data_frame(rows: Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Any]], purpose: str) -> Any:
+    """Return rows, or columns by name, as a pandas DataFrame; `purpose` names the call that needs pandas."""
     try:
         import pandas
     except ImportError as error:
@@ -241,6 +241,9 @@ class History(Sequence[Row]):
             ax: the axes to draw on, to compare several histories; new ones unless given.
             style: for matplotlib's `plot`, such as ``label="fedavg"``.
         """
+        for name in columns:
+            if not isinstance(name, str):
+                raise BadInput(f"history.plot() takes names, such as plot('loss', 'accuracy'), not {short_repr(name)}")
         columns = columns or (self.metric,)
         lines = {name: self.array(name) for name in columns}
         if ax is None:

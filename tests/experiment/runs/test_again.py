@@ -113,6 +113,28 @@ def test_an_augmentation_of_the_users_is_not_left_out(empty_folder, capsys):
     assert "objects that no file holds (its augmentation)" in capsys.readouterr().err
 
 
+def test_an_infinite_option_has_not_changed(empty_folder, capsys):
+    Path("mine.toml").write_text('[data]\nclients = 5\n[algorithm]\nname = "fedlamb"\n[train]\nrounds = 1\n')
+    assert lamina_run("mine.toml", "--out", "runs/mine") == 0
+    assert lamina_run("runs/mine/config.json") == 0
+    assert json.loads(Path("runs/mine-again/config.json").read_text())["algorithm"]["phi_max"] == "inf"
+    assert capsys.readouterr().err == ""
+    assert lamina_run("runs/mine/config.json", "--overwrite", "--set", "algorithm.phi_max=9.0") == 0
+    assert 'algorithm.phi_max = "inf" (now 9.0)' in capsys.readouterr().err
+
+
+def test_a_named_augmentation_of_the_users_runs_again(empty_folder, monkeypatch, capsys):
+    Path("views_of_mine.py").write_text("def views(batch, generator):\n    return batch\n")
+    monkeypatch.syspath_prepend(empty_folder)
+    file = '[data]\nclients = 5\naugment = "views_of_mine:views"\n[algorithm]\nname = "fedavg"\n[train]\nrounds = 1\n'
+    Path("mine.toml").write_text(file)
+    assert lamina_run("mine.toml", "--out", "runs/mine") == 0
+    assert lamina_run("runs/mine/config.json") == 0
+    assert capsys.readouterr().err == ""
+    assert lamina_run("runs/mine/config.json", "--set", "data.augment_pad=2") == 2  # would not act
+    assert "augment_pad needs augment = true" in capsys.readouterr().err
+
+
 def test_another_json_file_is_refused(empty_folder, capsys):
     Path("settings.json").write_text("{}")
     assert lamina_run("settings.json") == 2

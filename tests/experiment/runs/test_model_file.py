@@ -32,6 +32,35 @@ def test_the_values_of_a_users_object_are_not_stored(tmp_path):
         build_loss(stored)
 
 
+def spread(outputs, targets):
+    return outputs.var() + targets.float().mean()
+
+
+@lamina.losses.per_batch
+def decorated(outputs, targets):
+    return outputs.var()
+
+
+@pytest.mark.parametrize("loss", [lamina.losses.per_batch(spread), decorated], ids=["wrapped", "decorated"])
+def test_the_function_of_a_per_batch_loss_is_imported(tmp_path, loss):
+    built = build_loss(stored_loss(tmp_path, loss))
+    assert torch.equal(built(LOGITS, LABELS), loss.function(LOGITS, LABELS).expand(2))
+
+
+@pytest.mark.parametrize(
+    "function", [lambda outputs, targets: outputs.var(), nn.CrossEntropyLoss()], ids=["lambda", "object"]
+)
+def test_a_per_batch_loss_that_cannot_be_imported_must_be_given(tmp_path, function):
+    loss = lamina.losses.per_batch(function)
+    stored = stored_loss(tmp_path, loss)
+    with pytest.raises(MissingCode, match=r"lambda|CrossEntropyLoss") as error:
+        build_loss(stored)
+    assert "give it, run.evaluate(data, loss=…)" in str(error.value)
+    assert "\n" not in str(error.value)
+    data = (torch.randn(8, 5), torch.arange(8) % 2)
+    assert lamina.load(tmp_path / "run").evaluate(data, loss=loss)["loss"] > 0
+
+
 def test_code_is_named_as_it_is_imported():
     assert code_name(describe_model) == "lamina.experiment.runs.model_file:describe_model"
     assert code_name(nn.Linear(1, 1)).endswith("linear:Linear")

@@ -15,6 +15,7 @@ from lamina.experiment.toml import Tree, set_keys
 from lamina.objective.losses import LOSSES
 from lamina.rounds.aggregation import AGGREGATIONS
 from lamina.rounds.schedules import SCHEDULES
+from lamina.storage.files import as_json
 from lamina.storage.identity import code_changes
 from lamina.training.metrics import METRICS
 
@@ -65,7 +66,7 @@ def folder_of_again(path: Path, *, overwrite: bool) -> Path:
 
 def changes_since(path: Path, config: Mapping[str, Any]) -> str:
     """Return in a line what a run again has else than the run: settings, data or the user's code; empty if nothing."""
-    before = read_config(path.parent)
+    before, config = read_config(path.parent), as_json(config)
     return "; ".join(filter(None, [setting_differences(before, config), code_changes(before, config)]))
 
 

@@ -20,7 +20,7 @@ from lamina.models import layers, registry
 from lamina.models.registry import Factory
 from lamina.objective import losses
 from lamina.objective.fingerprint import attributes_digest
-from lamina.objective.losses import LOSSES, Loss
+from lamina.objective.losses import LOSSES, Loss, PerBatch
 from lamina.training.inputs import create_model
 from lamina.training.metrics import METRICS
 from lamina.training.training import Training
@@ -31,6 +31,8 @@ LOSS_CLASSES = {
     "CrossEntropy": ("weight", "label_smoothing", "class_axis"),
     "BinaryCrossEntropy": ("positive_weight",),
 }  # by their names in `lamina.losses`, with their arguments
+
+GIVE_LOSS = "give it, run.evaluate(data, loss=…)"
 
 
 class MissingCode(BadInput):
@@ -104,6 +106,8 @@ def _describe_loss(loss: str | Loss) -> dict[str, Any]:
     """Return a loss by name, with the values of lamina's own classes."""
     if isinstance(loss, str):
         return {"name": loss}
+    if isinstance(loss, PerBatch):
+        return _describe_loss(loss.function) | {"per_batch": True}
     for name, known in LOSSES.items():
         if loss is known:
             return {"name": name}
@@ -116,6 +120,9 @@ def _describe_loss(loss: str | Loss) -> dict[str, Any]:
 
 def build_loss(facts: Mapping[str, Any]) -> Loss:
     """Return the loss of a run; raise `MissingCode` for one that cannot be imported."""
+    if facts.get("per_batch"):
+        inner = build_loss({key: value for key, value in facts.items() if key != "per_batch"})
+        return inner if isinstance(inner, PerBatch) else losses.per_batch(inner)  # already one if it was decorated
     name, values = facts["name"], {key: value for key, value in facts.items() if key != "name"}
     if name in LOSS_CLASSES:
         known: Loss = getattr(losses, name)(**values)
@@ -123,7 +130,9 @@ def build_loss(facts: Mapping[str, Any]) -> Loss:
     try:
         loss = losses.as_loss(name)
     except BadInput as error:
-        raise MissingCode(f"the run's loss is your own '{name}': {error}") from error
+        raise MissingCode(f"the run's loss is your own '{name}': {error}; {GIVE_LOSS}") from error
     if isinstance(loss, type):
-        raise MissingCode(f"the run's loss is an object of your class '{name}', whose values no folder stores")
+        raise MissingCode(
+            f"the run's loss is an object of your class '{name}', whose values no folder stores: {GIVE_LOSS}"
+        )
     return loss
