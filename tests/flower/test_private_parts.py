@@ -58,3 +58,17 @@ def test_a_node_that_lost_its_part_starts_it_again(tmp_path):
     simulation.run(1)
     for name, value in simulation.model.state_dict().items():
         torch.testing.assert_close(setup.weights()[name], value, rtol=1e-6, atol=1e-8)
+
+
+def test_nodes_whose_private_parts_start_elsewhere_are_refused(tmp_path):
+    """The model function must give the same weights in every process: nothing sends those of private parts."""
+    once = {"attempts": 1, "deadline": 0.5}
+    setup = Setup(tmp_path, "fedavg", model=NETWORK, node_model=unseeded, **PRIVATE, rounds=1, more=once)
+    with pytest.raises(lamina.LaminaError, match="initial values of its private parts are not this node's"):
+        setup.run()
+
+
+def unseeded():
+    model = small_model(norm=True)
+    torch.nn.init.normal_(model[3].weight)
+    return model

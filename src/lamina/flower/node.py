@@ -190,8 +190,8 @@ class Node(ClientApp):
         task = Task.read(content)
         if task.app != wire.fingerprint(self.algorithm, self.objective):
             raise BadInput(
-                "the server's algorithm, its options, the model's layers or its frozen weights are not this node's: "
-                "run the same app on both sides"
+                "the server's algorithm, its options, the model's layers, its frozen weights or the initial values of "
+                "its private parts are not this node's: run the same app on both sides, and seed the model's weights"
             )
         partition = context.node_config.get("partition-id")  # this node's data follow it
         if partition is not None and str(partition) != str(task.client):

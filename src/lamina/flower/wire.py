@@ -30,6 +30,7 @@ from lamina.algorithms.declaration import options
 from lamina.base.errors import BadInput
 from lamina.flower.internals import serialised_bytes
 from lamina.objective.objective import Buffers, Objective
+from lamina.objective.private import Private
 from lamina.rounds.settings import TrainSettings
 
 RAW = "lamina.raw"  # how the bytes of an array are to be read: the numbers one after another, little-endian
@@ -209,7 +210,13 @@ def fingerprint(algorithm: Algorithm, objective: Objective) -> str:
         "dtype": str(objective.dtype),
         "layers": {name: list(shape) for name, shape in objective.layers.shapes.items()},
         "buffers": {name: list(b.shape) for name, b in objective.buffers.items()},
-        "private": [] if objective.private is None else objective.private.names,
+        "private": [] if objective.private is None else _private_facts(objective, objective.private),
         "fixed": {name: digest(value) for name, value in fixed.items()},
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _private_facts(objective: Objective, private: Private) -> list[str]:
+    """Return the names of the private parts and digests of their initial values, which no message holds."""
+    starts = [objective.own_start, *(objective.buffers[name] for name in private.buffers)]
+    return [*private.names, *(digest(start) for start in starts if start is not None)]
