@@ -21,10 +21,10 @@ def private(*patterns):
 
 
 def test_names_match_by_shell_patterns():
-    assert private("head.*").own.names == ("head.weight", "head.bias")
-    assert private("*.bias").own.names == ("norm.bias", "head.bias")
+    assert private("head.*").layers.names == ("head.weight", "head.bias")
+    assert private("*.bias").layers.names == ("norm.bias", "head.bias")
     assert private("norm.*").names == ("norm.bias", "norm.mean", "norm.var")
-    assert private("norm.mean").own is None
+    assert private("norm.mean").layers is None
     assert private("head.*").shared.names == ("conv.weight", "norm.bias")
 
 
@@ -99,4 +99,4 @@ def test_any_name_of_a_tied_parameter_makes_it_private():
             self.embed, self.body, self.head = nn.Embedding(4, 3), nn.Linear(3, 3), nn.Linear(3, 4)
             self.head.weight = self.embed.weight
 
-    assert Objective(Tied(), private=["head.*"]).private.own.names == ("embed.weight", "head.bias")
+    assert Objective(Tied(), private=["head.*"]).private.layers.names == ("embed.weight", "head.bias")

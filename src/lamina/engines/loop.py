@@ -34,7 +34,7 @@ from lamina.base.finite import all_finite
 from lamina.data.dataset import Dataset
 from lamina.data.feed import as_augmentation, training_inputs
 from lamina.engines.divergence import StepCheck, diverged_upload
-from lamina.engines.personal import first_record, keep, personal_model, see, unpack
+from lamina.engines.personal import client_broadcast, client_result, first_record, personal_model, unpack
 from lamina.engines.state import RoundReport, RoundSums, State, client_weights, close_round, copy_buffers
 from lamina.objective.batch import Inputs, Targets, take
 from lamina.objective.objective import Buffers, Objective
@@ -79,7 +79,7 @@ class Loop:
         records = [
             state.clients[i]
             if i in state.clients
-            else first_record(algorithm, objective, state.server.x, state.own, state.buffers)
+            else first_record(algorithm, objective, state.server.x, state.private_start, state.buffers)
             for i in plan.cohort.tolist()
         ]
         # the model that every client sees: the server's, with the private parts of its own
@@ -104,12 +104,12 @@ class Loop:
             full_gradient = full_gradients[c] if needs.full_gradient else None
             info = ClientInfo(plan.number, plan.lr, layers, float(plan.steps[c]), full_gradient)
             kept, own_gradient = unpack(objective, records[c]), full_gradients[c] if needs.control_variate else None
-            own_down = see(algorithm, objective, down, kept, info, own_gradient)
+            own_down = client_broadcast(algorithm, objective, down, kept, info, own_gradient)
             buffers = copy_buffers(seen[c][1])  # local training updates the copy
 
             local, losses = self.train_client(own_down, kept.client, buffers, info, plan, c)
             up, client = algorithm.finish(local, own_down, kept.client, info)
-            sent, clients[client_id] = keep(algorithm, objective, kept, (local, up, client), buffers, info)
+            sent, clients[client_id] = client_result(algorithm, objective, kept, (local, up, client), buffers, info)
 
             if not all_finite(losses, *up, *clients[client_id]):
                 self.explain(own_down, kept.client, seen[c][1], info, plan, c, up)  # raises Diverged

@@ -30,7 +30,7 @@ class Kept(NamedTuple):
 
 
 def first_record(
-    algorithm: Algorithm, objective: Objective, x: Tensor, own: Tensor | None = None, buffers: Buffers | None = None
+    algorithm: Algorithm, objective: Objective, x: Tensor, start: Tensor | None = None, buffers: Buffers | None = None
 ) -> Any:
     """Return what a client keeps before its first round.
 
@@ -38,15 +38,15 @@ def first_record(
         algorithm: the algorithm.
         objective: the model.
         x: the shared parameters that the server holds.
-        own: where the private parameters start; by default where the objective's do.
+        start: where the private parameters start; by default where the objective's do.
         buffers: the same for the buffers.
     """
     private = objective.private
-    client = algorithm.client_init(objective.whole(x, own), objective.layers)
+    client = algorithm.client_init(objective.whole(x, start), objective.layers)
     if private is None:
         return client
-    own = objective.own_start if own is None else own
-    server = None if private.own is None or own is None else algorithm.init(own, private.own)
+    start = objective.private_start if start is None else start
+    server = None if private.layers is None or start is None else algorithm.init(start, private.layers)
     starts = objective.buffers if buffers is None else buffers
     return _pack(Kept(client, server, {name: starts[name] for name in private.buffers}))
 
@@ -65,7 +65,7 @@ def personal_model(objective: Objective, x: Tensor, buffers: Buffers, record: An
     return x if kept.server is None else private.join(x, kept.server.x), buffers | kept.buffers
 
 
-def see(
+def client_broadcast(
     algorithm: Algorithm,
     objective: Objective,
     down: Any,
@@ -89,11 +89,11 @@ def see(
     if private is None or kept.server is None:
         return down
     gradient = None if mean_gradient is None else private.split(mean_gradient, layout)[1]
-    own = algorithm.broadcast(kept.server, _of_one(info, objective, gradient))
-    return private.join_records(down, own, layout)
+    private_broadcast = algorithm.broadcast(kept.server, _of_one(info, objective, gradient))
+    return private.join_records(down, private_broadcast, layout)
 
 
-def keep(
+def client_result(
     algorithm: Algorithm,
     objective: Objective,
     kept: Kept,
@@ -118,9 +118,9 @@ def keep(
         return up, client
     server = None
     if kept.server is not None:
-        up, own_up = private.split_record(up, layout)
-        own_y = private.split(local.y, layout)[1]
-        server = algorithm.update(kept.server, own_up, _of_one(info, objective))._replace(x=own_y)
+        up, private_up = private.split_record(up, layout)
+        private_y = private.split(local.y, layout)[1]
+        server = algorithm.update(kept.server, private_up, _of_one(info, objective))._replace(x=private_y)
     return up, _pack(Kept(client, server, {name: buffers[name] for name in private.buffers}))
 
 
@@ -128,18 +128,18 @@ def _of_one(info: ClientInfo, objective: Objective, mean_gradient: Tensor | None
     """Return what the server of a federation of one client knows about the round."""
     private = objective.private
     assert private is not None
-    assert private.own is not None
-    return ServerInfo(info.round, info.lr, private.own, 1.0, info.steps, mean_gradient)
+    assert private.layers is not None
+    return ServerInfo(info.round, info.lr, private.layers, 1.0, info.steps, mean_gradient)
 
 
 # --- one flat record, which checkpoints, nodes' disks and stacked rows take as they take any Client record ------------
 
 
 def _pack(kept: Kept) -> Any:
-    own = () if kept.server is None else kept.server
+    server_fields = () if kept.server is None else kept.server
     server = None if kept.server is None else type(kept.server)
     kind = _record_type((type(kept.client), server, tuple(kept.buffers)))
-    return kind(*kept.client, *own, *kept.buffers.values())
+    return kind(*kept.client, *server_fields, *kept.buffers.values())
 
 
 def _unpack(record: Any) -> Kept:
@@ -155,7 +155,7 @@ def _record_type(kinds: tuple[Any, Any, tuple[str, ...]]) -> Any:
     """Return the class of the flat record of a Client, a Server and some buffers."""
     client, server, buffers = kinds
     fields = [f"client_{name}" for name in client._fields]
-    fields += [f"own_{name}" for name in (() if server is None else server._fields)]
+    fields += [f"private_{name}" for name in (() if server is None else server._fields)]
     fields += [f"buffer_{i}" for i in range(len(buffers))]
     kind = namedtuple("PersonalRecord", fields)  # type: ignore[misc]
     kind.kinds = kinds  # type: ignore[attr-defined]

@@ -26,13 +26,13 @@ class State:
     buffers: Buffers  # the model's buffers (BatchNorm statistics); private ones stay as they were
     clients: dict[int, Any]  # what the clients that have taken part keep, see personal.py
     ledger: Ledger
-    own: Tensor | None = None  # where the clients' private parameters start; None: there are none
+    private_start: Tensor | None = None  # where the clients' private parameters start; None: there are none
 
     @classmethod
     def start(cls, algorithm: Algorithm, objective: Objective, clients: int) -> State:
         """Return the state before round 1."""
         server = algorithm.init(objective.shared_start, objective.shared_layers)
-        return cls(0, server, dict(objective.buffers), {}, Ledger(clients), objective.own_start)
+        return cls(0, server, dict(objective.buffers), {}, Ledger(clients), objective.private_start)
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,9 @@ def close_round(
         displacement=step.displacement,
         mean_steps=sums.steps,
     )
-    return State(plan.number, step.server, state.buffers | step.buffers, clients, state.ledger, state.own), report
+    return State(
+        plan.number, step.server, state.buffers | step.buffers, clients, state.ledger, state.private_start
+    ), report
 
 
 def copy_buffers(buffers: Buffers) -> Buffers:

@@ -22,7 +22,7 @@ from lamina.base.text import printable
 from lamina.data.dataset import Dataset
 from lamina.engines.divergence import diverged
 from lamina.engines.loop import Loop
-from lamina.engines.personal import first_record, keep, personal_model, see, unpack
+from lamina.engines.personal import client_broadcast, client_result, first_record, personal_model, unpack
 from lamina.engines.state import copy_buffers
 from lamina.experiment.build import THREADED_FROM
 from lamina.flower import signing, wire
@@ -106,12 +106,12 @@ class Node(ClientApp):
         if needs.full_gradient:
             info = info._replace(full_gradient=gradient)
         buffers = copy_buffers(start_buffers)
-        down = see(self.algorithm, objective, sent_down, kept, info, gradient if is_own else None)
+        down = client_broadcast(self.algorithm, objective, sent_down, kept, info, gradient if is_own else None)
         started = time.monotonic()
         local, losses = loop.train_client(down, kept.client, buffers, info, plan, 0)
         self.training_seconds = time.monotonic() - started
         whole_up, client = self.algorithm.finish(local, down, kept.client, info)
-        up, new_record = keep(self.algorithm, objective, kept, (local, whole_up, client), buffers, info)
+        up, new_record = client_result(self.algorithm, objective, kept, (local, whole_up, client), buffers, info)
         if not all_finite(losses, *whole_up, *new_record):
             loop.explain(down, kept.client, start_buffers, info, plan, 0, whole_up)  # raises Diverged
         store.save_state(task.round, task.token, new_record)

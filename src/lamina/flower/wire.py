@@ -218,5 +218,5 @@ def fingerprint(algorithm: Algorithm, objective: Objective) -> str:
 
 def _private_facts(objective: Objective, private: Private) -> list[str]:
     """Return the names of the private parts and digests of their initial values, which no message holds."""
-    starts = [objective.own_start, *(objective.buffers[name] for name in private.buffers)]
+    starts = [objective.private_start, *(objective.buffers[name] for name in private.buffers)]
     return [*private.names, *(digest(start) for start in starts if start is not None)]

@@ -116,14 +116,14 @@ class Objective:
         return buffers if self.private is None else self.private.shared_buffers(buffers)
 
     @property
-    def own_start(self) -> Tensor | None:
+    def private_start(self) -> Tensor | None:
         """The private parameters where training starts; None if there are none."""
-        return None if self.private is None or self.private.own is None else self.private.split(self.start)[1]
+        return None if self.private is None or self.private.layers is None else self.private.split(self.start)[1]
 
-    def whole(self, x: Tensor, own: Tensor | None = None) -> Tensor:
-        """Return all parameters from the shared ones; `own` are the private ones, by default where they start."""
-        own = self.own_start if own is None else own
-        return x if self.private is None or own is None else self.private.join(x, own)
+    def whole(self, x: Tensor, private_values: Tensor | None = None) -> Tensor:
+        """Return all parameters from the shared ones and the private ones, which are by default where they start."""
+        values = self.private_start if private_values is None else private_values
+        return x if self.private is None or values is None else self.private.join(x, values)
 
     def frozen_note(self) -> str:
         """Return how many of the parameters are trained and sent, or an empty string if all are."""
@@ -132,8 +132,8 @@ class Objective:
             total = trained + sum(parameter.numel() for parameter in self.frozen.values())
             notes.append(f"trains {trained:,} of {total:,} parameters; the others are frozen and not sent")
         if self.private is not None:
-            own, count = trained - self.shared_layers.size, len(self.private.names)
-            notes.append(f"keeps {own:,} trained parameters with each client ({count} private tensors)")
+            size, count = trained - self.shared_layers.size, len(self.private.names)
+            notes.append(f"keeps {size:,} trained parameters with each client ({count} private tensors)")
         return "; ".join(notes)
 
     @property

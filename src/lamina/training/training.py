@@ -258,7 +258,7 @@ class Training:
     @property
     def model(self) -> nn.Module:
         """A copy of the trained module in evaluation mode; later rounds do not change it."""
-        x = self.objective.whole(self.state.server.x, self.state.own)
+        x = self.objective.whole(self.state.server.x, self.state.private_start)
         return copy_module(self.objective.module_at(x, self.state.buffers)).eval()
 
     @property
@@ -281,7 +281,7 @@ class Training:
         state = self.state
         model_of = self.client_parameters if self.has_client_models else None
         return self.evaluation.start(
-            self.objective, self.objective.whole(state.server.x, state.own), state.buffers, model_of
+            self.objective, self.objective.whole(state.server.x, state.private_start), state.buffers, model_of
         )
 
     @property
@@ -294,7 +294,7 @@ class Training:
         state, objective = self.state, self.objective
         record = state.clients.get(client)
         if record is None:
-            record = first_record(self.algorithm, objective, state.server.x, state.own, state.buffers)
+            record = first_record(self.algorithm, objective, state.server.x, state.private_start, state.buffers)
         record = on_device(record, self.device)
         x, buffers = personal_model(objective, state.server.x, state.buffers, record)
         return self.algorithm.client_model(x, unpack(objective, record).client), buffers

@@ -30,7 +30,7 @@ from lamina.data.feed import as_augmentation
 from lamina.data.parts import Indices
 from lamina.engines.devices import arithmetic
 from lamina.engines.loop import FIXED_CHUNK
-from lamina.engines.personal import keep, see, unpack
+from lamina.engines.personal import client_broadcast, client_result, unpack
 from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.apart import Apart
 from lamina.engines.stacked.feed import BatchFeed
@@ -199,7 +199,7 @@ class Stacked:
         )
         if kept.server is not None:
             gradients = torch.stack([now.gradients[row] for row in chunk]) if needs.control_variate else None
-            down = see(algorithm, self.objective, down, kept, info, gradients, layout)
+            down = client_broadcast(algorithm, self.objective, down, kept, info, gradients, layout)
         # made before the GPU is busy: the host would wait for it otherwise
         row_weights = self._row_weights(now, chunk)
         relative = self._relative_weights(now, chunk) if algorithm.state_changes else None
@@ -213,7 +213,7 @@ class Stacked:
         local, losses = self._take_steps(self._problem, work, filled)
         up, client = algorithm.finish(local, down, client, info)
         trained = (local, up, self._in_usual_order(client))
-        sent, record = keep(algorithm, self.objective, kept, trained, buffers, info, layout)
+        sent, record = client_result(algorithm, self.objective, kept, trained, buffers, info, layout)
         return Trained(
             losses=losses / send(steps, self.objective.device),
             sent=sent,

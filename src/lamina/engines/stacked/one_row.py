@@ -11,7 +11,7 @@ from lamina.algorithms.contract import ClientInfo
 from lamina.base.errors import Diverged
 from lamina.data.dataset import Dataset
 from lamina.engines.loop import Loop
-from lamina.engines.personal import first_record, keep, personal_model, see, unpack
+from lamina.engines.personal import client_broadcast, client_result, first_record, personal_model, unpack
 from lamina.engines.stacked.rows import Member, RoundInProgress, Row, map_record, on_device
 from lamina.objective.objective import Buffers, Objective
 
@@ -22,7 +22,7 @@ def record_of(objective: Objective, now: RoundInProgress, row: Row) -> Any:
     state, record = member.state, member.state.clients.get(now.client_id(row))
     if record is not None:
         return record
-    return first_record(member.algorithm, objective, state.server.x, state.own, state.buffers)
+    return first_record(member.algorithm, objective, state.server.x, state.private_start, state.buffers)
 
 
 def model_of(objective: Objective, now: RoundInProgress, row: Row) -> tuple[Tensor, Buffers]:
@@ -38,10 +38,10 @@ def empty_upload(objective: Objective, member: Member, down: Any, record_trust_r
     example = x if needs.full_gradient else None
     info = ClientInfo(member.plan.number, member.plan.lr, objective.layers, full_gradient=example)
     kept = unpack(objective, first_record(algorithm, objective, member.state.server.x))
-    down = see(algorithm, objective, down, kept, info, x if needs.control_variate else None)
+    down = client_broadcast(algorithm, objective, down, kept, info, x if needs.control_variate else None)
     local = algorithm.begin(down, kept.client, info)
     up, client = algorithm.finish(local, down, kept.client, info)
-    sent, _ = keep(algorithm, objective, kept, (local, up, client), objective.buffers, info)
+    sent, _ = client_result(algorithm, objective, kept, (local, up, client), objective.buffers, info)
     ratios = algorithm.trust_ratios(local) if record_trust_ratios else None
     return map_record(torch.zeros_like, sent), x.new_zeros(0) if ratios is None else torch.zeros_like(ratios)
 
@@ -59,7 +59,7 @@ def explain(
     kept, buffers = unpack(objective, record), model_of(objective, now, row)[1]
     info = ClientInfo(plan.number, plan.lr, objective.layers, float(plan.steps[row.c]), gradient)
     own_gradient = gradient if algorithm.needs(plan.number).control_variate else None
-    down = see(algorithm, objective, now.downs[row.member], kept, info, own_gradient)
+    down = client_broadcast(algorithm, objective, now.downs[row.member], kept, info, own_gradient)
     try:
         Loop(algorithm, objective, data, member.protocol).explain(down, kept.client, buffers, info, plan, row.c, up)
     except Diverged as error:

@@ -392,7 +392,7 @@ class BestModel:
 
 def save_model(path: Path, trained: Trainer, number: int, x: Tensor, buffers: Buffers) -> None:
     """Write the model after a round, with these parameters and buffers."""
-    weights = trained.objective.module_at(trained.objective.whole(x, trained.state.own), buffers).state_dict()
+    weights = trained.objective.module_at(trained.objective.whole(x, trained.state.private_start), buffers).state_dict()
     write_file(path, pack(weights, round=str(number)))
 
 
