@@ -206,6 +206,8 @@ def test_metrics_over_clients_of_outputs_and_targets_that_are_several():
     tests = run.reserved.local_tests
     scores = [float((run.model(x[part])["scores"].argmax(1) == y[part]).float().mean()) for part in tests]
     assert row["client_right_mean"] == pytest.approx(sum(scores) / 3)
+    assert row["client_right_worst10"] == pytest.approx(min(scores)) != pytest.approx(sum(scores) / 3)
+    assert row["client_right_std"] == pytest.approx(np.std(scores))
     (heldout,) = run.reserved.heldout
     expected = float((run.model(x[heldout])["scores"].argmax(1) == y[heldout]).float().mean())
     assert row["heldout_right"] == pytest.approx(expected)
