@@ -19,13 +19,15 @@ LARGE = """
 import resource, sys
 import numpy as np, torch, lamina
 
+# Of this process's own memory; pages of the file are the system's, which takes them back when it needs them.
+resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
 x = np.memmap(sys.argv[1], "float32", "r", shape=(1 << 20, 1024))
 simulation = lamina.Simulation(
     torch.nn.Linear(1024, 3), (x, np.arange(1 << 20) % 3), "fedavg", clients=64, participation=0.1, local_steps=50,
     lr=0.01, local_test=0.01,
 )
 history = simulation.run(2)
-print(history[-1]["train_loss"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(history[-1]["train_loss"])
 """
 
 
@@ -127,16 +129,14 @@ def test_values_that_no_tensor_holds_are_refused(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has another unit elsewhere")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not keep to RLIMIT_DATA")
 def test_four_gigabytes_train_in_one(tmp_path):
     file = tmp_path / "x"
     with file.open("wb") as opened:
         opened.truncate(4 << 30)  # zeros that take no room on the disk
     ended = subprocess.run([sys.executable, "-c", LARGE, file], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    loss, kilobytes = map(float, ended.stdout.split())
-    assert loss > 0
-    assert kilobytes < 1 << 20
+    assert float(ended.stdout) > 0
 
 
 def test_joined_parts_keep_their_values_whatever_their_types(tmp_path):
