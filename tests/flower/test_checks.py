@@ -217,15 +217,15 @@ def test_no_reply_makes_the_checks_fail():
 
     up = Up(torch.ones(83), torch.ones(83))
     sound = wire.content_of({"up": wire.pack(up), "figures": {"examples": 5, "steps": 1, "loss": 0.5}})
-    expected = checks.Expected(up, {}, lambda n: 1, Limits(), ("v",))
-    gradient = checks.Expected(checks.FullGradient(up.delta), {}, None, Limits())
-    assert checks.read_update(sound, expected).examples == 5
+    expected = checks.Expected.plain(up, {}, lambda n: 1, Limits(), ("v",))
+    gradient = checks.Expected.plain(checks.FullGradient(up.delta), {}, None, Limits())
+    assert checks.read_update(sound, expected, 0).examples == 5
     random, refused = np.random.default_rng(0), 0
     for _ in range(300):
         content = scramble(random, sound)
         for read in (
-            lambda c: checks.read_update(c, expected),
-            lambda c: checks.read_update(c, gradient),
+            lambda c: checks.read_update(c, expected, 0),
+            lambda c: checks.read_update(c, gradient, 0),
             lambda c: checks.read_evaluation(c, Limits()),
             checks.read_problem,
         ):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import lamina
+from lamina.channel.channel import Channel
 from lamina.data.feed import Augment
 from lamina.rounds.aggregation import Median
 from lamina.rounds.clients import Clients
@@ -28,6 +29,7 @@ OTHER = {
     "clip": 1.0,
     "weighting": "examples",
     "aggregation": Median(),
+    "channel": Channel("sign"),
     "loss": "mse",
     "augmentation": Augment(),
     "private": ("head.*",),

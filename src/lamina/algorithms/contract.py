@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -170,6 +171,12 @@ class Algorithm(ABC):
 
     non_negative: ClassVar[tuple[str, ...]] = ()
     """The fields of `Up` that are never negative, such as second moments. A federation's server refuses others."""
+
+    references: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """The fields of `Up` that estimate what a field of `Down` holds as well, such as second moments, and that field.
+
+    A channel whose codec is coarse sends the difference.
+    """
 
     @property
     def clips_direction(self) -> bool:

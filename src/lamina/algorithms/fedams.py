@@ -13,7 +13,7 @@ the options.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ class DefaultReading(Algorithm1):
     """Algorithm 1, blue boxes, as lamina reads it by default: this is what runs unless an option asks for more."""
 
     non_negative = ("v",)
+    references: ClassVar = {"v": "v_hat"}
 
     def init(self, x: Tensor, layers: Layers) -> Server:
         return Server(x, v_hat=zeros(x) + self.v_init)  # l.2

@@ -12,7 +12,7 @@ build on this file.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ class LocalAms(Algorithm):
     """Lines 5 and 8 to 11, which LocalAdam shares: AMSGrad from a zero momentum and the server's second moment."""
 
     non_negative = ("v_hat",)
+    references: ClassVar = {"v_hat": "v"}
 
     beta1: Number = option(0.9, "beta_1, decay rate of the momentum", low=0.0, high=1.0)
     beta2: Number = option(0.99, "beta_2, decay rate of the second moment", low=0.0, high=1.0)

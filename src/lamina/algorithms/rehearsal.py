@@ -7,10 +7,11 @@ sizes. Lamina's own algorithms are rehearsed in the tests.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from typing import Any
 
@@ -19,7 +20,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lamina.algorithms.contract import Algorithm, Analysis, ClientInfo, Needs, ServerInfo, has_second_point, step_kinds
+from lamina.algorithms.contract import (
+    Algorithm,
+    Analysis,
+    ClientInfo,
+    Needs,
+    ServerInfo,
+    has_second_point,
+    step_kinds,
+    trial_step,
+)
 from lamina.base.errors import BadInput, LaminaError, where_it_failed
 from lamina.objective.layers import Layers
 
@@ -48,6 +58,38 @@ def rehearse(algorithm: Algorithm, layers: Layers = TINY, device: torch.device |
             "repeated nor resumed exactly",
             algorithm.card.name,
         )
+
+
+def trial_rounds(algorithm: Algorithm, x: Tensor, layers: Layers, rounds: int) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the broadcast, the upload and the client's new state of rounds with one client and without data."""
+    server, client = algorithm.init(x, layers), algorithm.client_init(x, layers)
+    for number in range(1, rounds + 1):
+        needs = algorithm.needs(number)
+        server_info = ServerInfo(number, 0.1, layers, mean_gradient=x if needs.control_variate else None)
+        info = ClientInfo(number, 0.1, layers, full_gradient=x if needs.full_gradient else None)
+        down = algorithm.broadcast(server, server_info)
+        local = trial_step(algorithm, algorithm.begin(down, client, info), down, x, info)
+        up, client = algorithm.finish(local, down, client, info)
+        yield down, up, client
+        server = algorithm.update(server, up, server_info)
+
+
+@functools.lru_cache(maxsize=256)
+def sent_vectors(algorithm: Algorithm, layers: Layers = TINY) -> tuple[str, ...]:
+    """Return the fields of `Up` that are vectors like the model, and sent in some rounds at least.
+
+    A user's algorithm may depend on the model's layers; lamina's do not.
+
+    >>> from lamina.algorithms import FedLamb
+    >>> sent_vectors(FedLamb())
+    ('delta', 'v')
+    """
+    if not is_user_defined(algorithm):
+        layers = TINY
+    ups = [up for _, up, _ in trial_rounds(algorithm, torch.ones(layers.size), layers, algorithm.cycle)]
+    vectors = ({n for n, v in up._asdict().items() if v is not None and v.shape[-1] == layers.size} for up in ups)
+    sent = set().union(*vectors)
+    return tuple(name for name in ups[0]._fields if name in sent)
 
 
 def _run_round(algorithm: Algorithm, layers: Layers, device: torch.device | str) -> Any:
@@ -124,10 +166,13 @@ def _run_round(algorithm: Algorithm, layers: Layers, device: torch.device | str)
     if not isinstance(pair, tuple) or hasattr(pair, "_fields") or len(pair) != 2:
         raise broken("finish", "must return two things: what is sent up, and the client's new state")
     up = checked("finish", pair[0], "delta")
-    for attribute in ("state_changes", "non_negative"):
+    for attribute in ("state_changes", "non_negative", "references"):
         for field in getattr(algorithm, attribute):
             if field not in up._fields:
                 raise broken(attribute, f"names '{field}', which is not a field of {_signature(up)}")
+    for name, field in algorithm.references.items():
+        if getattr(up, name) is not None and getattr(down, field, None) is None:
+            raise broken("references", f"names '{field}', which is not a field of {_signature(down)}")
     checked("finish", pair[1], like=client)
     after = checked("update", call("update", server, up, server_info), "x", like=server)
     analysis = call("analysis", after, server)

@@ -15,6 +15,7 @@ from torch import nn
 from lamina import algorithms
 from lamina.algorithms.declaration import option_places
 from lamina.base.errors import BadInput, is_whole, nearest, short_repr
+from lamina.channel.channel import as_channel
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
 from lamina.data.partitions import PARTITIONS, ByColumn, Reallocate, as_partition
@@ -186,6 +187,9 @@ def _set(tree: dict[str, Table], object_settings: Table, key: str, value: Any) -
             tree["data"] |= augment_keys(value)
         else:
             object_settings[key] = value
+        return
+    if key == "channel":
+        tree["channel"] = as_channel(value).record() or {}
         return
     section = next((name for name, kind in SECTIONS.items() if key in kind.model_fields), None)
     if section is None:

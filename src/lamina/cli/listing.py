@@ -128,7 +128,7 @@ def _show_experiment(file: Path) -> None:
     for name, simulation in simulations.items():
         cost = wire_cost(simulation.algorithm)
         record = simulation.start()[1]
-        own = upload_bytes(record) - upload_bytes(unpack(objective, record).client)  # the private parts
+        own = upload_bytes(record) - upload_bytes(unpack(record).client)  # the private parts
         sent = [models * objective.shared_layers.size * size + statistics for models in (cost.down, cost.up)]
         sizes = [*sent, cost.client_state * objective.layers.size * size + own]
         rows.append([name, *(f"{number / 1e3:,.1f} kB" for number in sizes), simulation.engine.name])

@@ -31,10 +31,11 @@ from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.base import rng
 from lamina.base.finite import all_finite
+from lamina.channel.channel import Link
 from lamina.data.dataset import Dataset
 from lamina.data.feed import as_augmentation, training_inputs
 from lamina.engines.divergence import StepCheck, diverged_upload
-from lamina.engines.personal import client_broadcast, client_result, first_record, personal_model, unpack
+from lamina.engines.personal import client_broadcast, client_result, first_record, pass_channel, personal_model, unpack
 from lamina.engines.state import RoundReport, RoundSums, State, client_weights, close_round, copy_buffers
 from lamina.objective.batch import Inputs, Targets, take
 from lamina.objective.objective import Buffers, Objective
@@ -75,15 +76,16 @@ class Loop:
         layers = objective.layers
         needs = algorithm.needs(plan.number)  # what it asks for besides mini-batch gradients
         weights = client_weights(plan, self.protocol.by_examples)  # of the cohort in the mean; their sum is 1
+        channel, x = self.protocol.channel, self.protocol.channel.seen(state.server.x, objective.shared_layers)
 
         records = [
             state.clients[i]
             if i in state.clients
-            else first_record(algorithm, objective, state.server.x, state.private_start, state.buffers)
+            else first_record(algorithm, objective, x, state.private_start, state.buffers, channel)
             for i in plan.cohort.tolist()
         ]
         # the model that every client sees: the server's, with the private parts of its own
-        seen = [personal_model(objective, state.server.x, state.buffers, record) for record in records]
+        seen = [personal_model(objective, x, state.buffers, record) for record in records]
 
         # Mime: grad F_i(x) over all of a client's data, for `finish`, and its mean over the cohort, for `broadcast`
         full_gradients: list[Any] = [None] * len(plan.cohort)
@@ -97,26 +99,30 @@ class Loop:
         server_info = ServerInfo(
             plan.number, plan.lr, objective.shared_layers, plan.participation, mean_gradient=mean_gradient
         )
-        down = algorithm.broadcast(state.server, server_info)
+        down = channel.seen_broadcast(algorithm.broadcast(state.server, server_info), objective.shared_layers)
 
-        sums, clients = RoundSums(weights=weights, aggregation=self.protocol.aggregation), dict(state.clients)
+        sums = RoundSums(weights=weights, aggregation=self.protocol.aggregation, channel=channel)
+        clients = dict(state.clients)
         for c, client_id in enumerate(plan.cohort.tolist()):
             full_gradient = full_gradients[c] if needs.full_gradient else None
             info = ClientInfo(plan.number, plan.lr, layers, float(plan.steps[c]), full_gradient)
-            kept, own_gradient = unpack(objective, records[c]), full_gradients[c] if needs.control_variate else None
+            kept, own_gradient = unpack(records[c]), full_gradients[c] if needs.control_variate else None
             own_down = client_broadcast(algorithm, objective, down, kept, info, own_gradient)
             buffers = copy_buffers(seen[c][1])  # local training updates the copy
 
             local, losses = self.train_client(own_down, kept.client, buffers, info, plan, c)
             up, client = algorithm.finish(local, own_down, kept.client, info)
-            sent, clients[client_id] = client_result(algorithm, objective, kept, (local, up, client), buffers, info)
+            whole_up, record = client_result(algorithm, objective, kept, (local, up, client), buffers, info)
 
-            if not all_finite(losses, *up, *clients[client_id]):
+            if not all_finite(losses, *up, *record):
                 self.explain(own_down, kept.client, seen[c][1], info, plan, c, up)  # raises Diverged
+            # what the server reads: the upload itself, unless codecs shrink it
+            link = Link.of(objective.shared_layers, plan.streams[c], plan.cohort_stream, objective.device)
+            sent, clients[client_id] = pass_channel(channel, algorithm, whole_up, down, record, link)
             # the mean of the uploads; the figures are for `update` and the report of the round
             loss, steps, by_examples = float(losses.mean()), float(plan.steps[c]), self.protocol.by_examples
             buffers = objective.shared_buffers(buffers)
-            sums.add_client(c, algorithm, sent, buffers, loss=loss, steps=steps, by_examples=by_examples)
+            sums.add_client(c, algorithm, sent.up, buffers, loss=loss, steps=steps, by_examples=by_examples)
             if self.record_trust_ratios:
                 sums.add_trust(algorithm.trust_ratios(local), weights[c])
 

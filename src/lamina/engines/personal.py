@@ -1,10 +1,11 @@
-"""What a client keeps between rounds, and the model that it sees, if parts of the model are private.
+"""What a client keeps between rounds, the model that it sees if parts of the model are private, and what it sends.
 
 For its private parameters a client is a federation of one: it keeps the algorithm's server record of these parameters,
 broadcasts it to itself, and takes the server's step on its own upload. Their values after the round are those of the
 local model. All functions accept records with leading axes, so they serve one client and many rows.
 
-Without private parts a client keeps the algorithm's Client record and nothing else, and sees the server's model.
+Without private parts a client sees the server's model. It keeps the algorithm's Client record, the private parts, and
+what its uploads have left out (`Channel.feedback`); without the last two, the Client record and nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
+from lamina.channel.channel import OPEN, Channel, Link, Sent
 from lamina.objective.layers import ChannelsLast
 from lamina.objective.objective import Buffers, Objective
 
@@ -27,10 +29,16 @@ class Kept(NamedTuple):
     client: Any  # the algorithm's Client record, of whole vectors
     server: Any = None  # the algorithm's Server record of the private parameters, if there are any
     buffers: Buffers = {}  # noqa: RUF012  # the private buffers
+    rests: Mapping[str, Tensor] = {}  # by field of the upload: what the last ones left out
 
 
 def first_record(
-    algorithm: Algorithm, objective: Objective, x: Tensor, start: Tensor | None = None, buffers: Buffers | None = None
+    algorithm: Algorithm,
+    objective: Objective,
+    x: Tensor,
+    start: Tensor | None = None,
+    buffers: Buffers | None = None,
+    channel: Channel = OPEN,
 ) -> Any:
     """Return what a client keeps before its first round.
 
@@ -40,20 +48,31 @@ def first_record(
         x: the shared parameters that the server holds.
         start: where the private parameters start; by default where the objective's do.
         buffers: the same for the buffers.
+        channel: what uploads pass.
     """
     private = objective.private
     client = algorithm.client_init(objective.whole(x, start), objective.layers)
+    rests = channel.first_rests(algorithm, x, objective.shared_layers)
     if private is None:
-        return client
+        return _pack(Kept(client, rests=rests))
     start = objective.private_start if start is None else start
     server = None if private.layers is None or start is None else algorithm.init(start, private.layers)
     starts = objective.buffers if buffers is None else buffers
-    return _pack(Kept(client, server, {name: starts[name] for name in private.buffers}))
+    return _pack(Kept(client, server, {name: starts[name] for name in private.buffers}, rests))
 
 
-def unpack(objective: Objective, record: Any) -> Kept:
+def unpack(record: Any) -> Kept:
     """Return the parts of what a client keeps."""
-    return Kept(record) if objective.private is None else _unpack(record)
+    kinds = getattr(record, "kinds", None)
+    if kinds is None:
+        return Kept(record)
+    client, server, names, rests = kinds
+    a = len(client._fields)
+    b = a if server is None else a + len(server._fields)
+    c = b + len(names)
+    kept_server = None if server is None else server(*record[a:b])
+    buffers, left = (dict(zip(n, v, strict=True)) for n, v in ((names, record[b:c]), (rests, record[c:])))
+    return Kept(client(*record[:a]), kept_server, buffers, left)
 
 
 def personal_model(objective: Objective, x: Tensor, buffers: Buffers, record: Any) -> tuple[Tensor, Buffers]:
@@ -61,7 +80,7 @@ def personal_model(objective: Objective, x: Tensor, buffers: Buffers, record: An
     private = objective.private
     if private is None or record is None:
         return objective.whole(x), buffers
-    kept = _unpack(record)
+    kept = unpack(record)
     return x if kept.server is None else private.join(x, kept.server.x), buffers | kept.buffers
 
 
@@ -115,13 +134,34 @@ def client_result(
     """
     private, (local, up, client) = objective.private, trained
     if private is None:
-        return up, client
+        return up, _pack(Kept(client, rests=kept.rests))
     server = None
     if kept.server is not None:
         up, private_up = private.split_record(up, layout)
         private_y = private.split(local.y, layout)[1]
         server = algorithm.update(kept.server, private_up, _of_one(info, objective))._replace(x=private_y)
-    return up, _pack(Kept(client, server, {name: buffers[name] for name in private.buffers}))
+    return up, _pack(Kept(client, server, {name: buffers[name] for name in private.buffers}, kept.rests))
+
+
+def pass_channel(
+    channel: Channel, algorithm: Algorithm, up: Any, down: Any, record: Any, link: Link
+) -> tuple[Sent, Any]:
+    """Return what a client sends in place of an upload, and the record that it keeps.
+
+    Args:
+        channel: what uploads pass.
+        algorithm: the algorithm.
+        up: the upload, of the shared parameters.
+        down: the broadcast of the shared parameters, as clients see it.
+        record: what the client keeps, with the rests of its last upload.
+        link: what both ends of the channel know.
+    """
+    sent = channel.send(algorithm, up, down, unpack(record).rests, link)
+    return sent, record._replace(**{_rest_field(name): rest for name, rest in sent.rests.items()})
+
+
+def _rest_field(name: str) -> str:
+    return f"rest_{name}"
 
 
 def _of_one(info: ClientInfo, objective: Objective, mean_gradient: Tensor | None = None) -> ServerInfo:
@@ -136,27 +176,22 @@ def _of_one(info: ClientInfo, objective: Objective, mean_gradient: Tensor | None
 
 
 def _pack(kept: Kept) -> Any:
+    if kept.server is None and not kept.buffers and not kept.rests:
+        return kept.client
     server_fields = () if kept.server is None else kept.server
     server = None if kept.server is None else type(kept.server)
-    kind = _record_type((type(kept.client), server, tuple(kept.buffers)))
-    return kind(*kept.client, *server_fields, *kept.buffers.values())
-
-
-def _unpack(record: Any) -> Kept:
-    client, server, names = record.kinds
-    a = len(client._fields)
-    b = a if server is None else a + len(server._fields)
-    buffers: Mapping[str, Tensor] = dict(zip(names, record[b:], strict=True))
-    return Kept(client(*record[:a]), None if server is None else server(*record[a:b]), dict(buffers))
+    kind = _record_type((type(kept.client), server, tuple(kept.buffers), tuple(kept.rests)))
+    return kind(*kept.client, *server_fields, *kept.buffers.values(), *kept.rests.values())
 
 
 @functools.cache
-def _record_type(kinds: tuple[Any, Any, tuple[str, ...]]) -> Any:
-    """Return the class of the flat record of a Client, a Server and some buffers."""
-    client, server, buffers = kinds
+def _record_type(kinds: tuple[Any, Any, tuple[str, ...], tuple[str, ...]]) -> Any:
+    """Return the class of the flat record of a Client, a Server, some buffers and the rests of some fields."""
+    client, server, buffers, rests = kinds
     fields = [f"client_{name}" for name in client._fields]
     fields += [f"private_{name}" for name in (() if server is None else server._fields)]
     fields += [f"buffer_{i}" for i in range(len(buffers))]
+    fields += map(_rest_field, rests)
     kind = namedtuple("PersonalRecord", fields)  # type: ignore[misc]
     kind.kinds = kinds  # type: ignore[attr-defined]
     return kind

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, ServerInfo
+from lamina.channel.channel import OPEN, Channel
 from lamina.engines.divergence import diverged
 from lamina.objective.objective import Buffers, Objective, buffer_bytes
 from lamina.rounds.aggregation import MEAN, Aggregation, Mean, combine_uploads
@@ -65,6 +66,7 @@ class RoundSums:
     trust: Tensor | None = None  # mean trust ratio of every layer
     weights: list[float] = field(default_factory=list)  # every client's weight; needed by all aggregations but the mean
     aggregation: Aggregation = MEAN
+    channel: Channel = OPEN
     uploads: dict[int, tuple[Any, Buffers]] = field(default_factory=dict)  # by place in the cohort; see `keep`
     server_step: ServerStep | None = None  # if it is taken already; its measured values are on the host then
 
@@ -169,15 +171,18 @@ def close_round(
     update_norm, gap, finite = step.measured.tolist()
     if not finite:
         raise diverged(objective.shared_layers, step.server.x, plan.number, plan.lr, client=None)
+    layers = objective.shared_layers
     extra = buffer_bytes(objective.shared_buffers(state.buffers))  # BatchNorm statistics travel with the model
     names = [name or "model" for name in objective.layers.group_names(algorithm.grouping)]
     report = RoundReport(
         train_loss=sums.loss,
         consistency=sums.spread + gap,  # mean_i ||delta_i - m||^2 = mean_i ||delta_i - D||^2 + ||D - m||^2, m = x+ - x
         update_norm=update_norm,
-        bytes_down=state.ledger.down(down, algorithm.down_versions(plan.number), plan.cohort)
+        bytes_down=state.ledger.down(
+            sums.channel.narrow(down, layers), algorithm.down_versions(plan.number), plan.cohort
+        )
         + extra * len(plan.cohort),
-        bytes_up=state.ledger.up(sums.up, plan.cohort) + extra * len(plan.cohort),
+        bytes_up=(sums.channel.upload_bytes(algorithm, sums.up, layers) + extra) * len(plan.cohort),
         trust_ratios={} if sums.trust is None else dict(zip(names, sums.trust.tolist(), strict=True)),
         down=down,
         displacement=step.displacement,

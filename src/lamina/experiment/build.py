@@ -103,6 +103,7 @@ def settings_of(experiment: Experiment) -> TrainArguments:
         "schedule": objects.get("schedule") or build_schedule(experiment),
         "aggregation": objects.get("aggregation")
         or aggregation.make(train.aggregation.name, **train.aggregation.options()),
+        "channel": experiment.channel.model_dump(),
         "augmentation": data.augment if isinstance(data.augment, str) else augment if data.augment else None,
     }
     return cast(TrainArguments, same | own | dict(objects))
@@ -188,6 +189,9 @@ def resolved(experiment: Experiment, simulation: Training) -> dict[str, Any]:
     config["train"]["lr"] = simulation.protocol.lr
     config["train"]["schedule"] |= field_values(simulation.protocol.schedule)
     config["train"]["aggregation"] |= field_values(simulation.protocol.aggregation)
+    config["channel"] = simulation.protocol.channel.record()
+    if config["channel"] is None:
+        del config["channel"]
     config["compare"]["target"] = chosen_target(experiment, simulation.metric)
     config["run"]["device"] = str(simulation.device)
     config["run"]["engine"] = simulation.engine.name

@@ -25,6 +25,7 @@ from pydantic_core import PydanticCustomError
 from lamina import algorithms, models
 from lamina.base.errors import BadInput, is_whole, nearest, short_repr
 from lamina.base.limits import LEAST_SEED, MOST, MOST_BATCH, MOST_SEED, MOST_SEEDS, MOST_THREADS
+from lamina.channel.channel import as_channel
 from lamina.engines.choice import EngineName
 from lamina.experiment.objects import Objects
 from lamina.experiment.sections import Data, Fraction, Named, default_name
@@ -93,7 +94,7 @@ else:
             each.default,
         )
         for each in dataclasses.fields(TrainSettings)
-        if each.name != "augmentation"  # in the [data] section
+        if each.name not in ("augmentation", "channel")  # in the sections [data] and [channel]
     } | {
         "lr": (Positive | None, None),  # None: the algorithm's own default
         "participation": (Annotated[float, Field(gt=0, le=1)], 0.5),
@@ -106,6 +107,23 @@ else:
         "seed": (Annotated[int, Field(ge=LEAST_SEED, le=MOST_SEED)], 0),
     }
     Train = create_model("Train", __base__=_Train, __doc__="The `[train]` section.", **_fields)
+
+
+class ChannelSection(_Section):
+    """The `[channel]` section: what an upload passes on its way to the mean."""
+
+    codec: Any = "none"  # a name, a table with a name and options, or a list of those
+    fields: dict[str, Any] = {}  # other codecs for single fields of the upload
+    feedback: bool = False
+    down: Literal["bf16"] | None = None
+
+    @model_validator(mode="after")
+    def _is_a_channel(self) -> ChannelSection:
+        try:
+            as_channel(self.model_dump())
+        except BadInput as error:
+            raise PydanticCustomError("options", "{line}", {"line": str(error)}) from error
+        return self
 
 
 class Run(_Section):
@@ -200,6 +218,7 @@ class Experiment(_Section):
     model: Annotated[Named, default_name("model")] = Named(name="mlp")
     algorithm: Annotated[AlgorithmSection, default_name("algorithm")] = AlgorithmSection(name="fedlamb")
     train: Train = Train()
+    channel: ChannelSection = ChannelSection()
     run: Run = Run()
     compare: Compare = Compare()
     tune: Tune = Field(default=Tune(), exclude=True)  # a run's configuration does not say what else was tried

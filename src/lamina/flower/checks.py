@@ -88,25 +88,37 @@ class Update(NamedTuple):
 class Expected(NamedTuple):
     """What a sound update looks like in this round."""
 
-    up: Any  # an Up of the right fields, shapes and dtypes
+    tensors: Mapping[str, Tensor]  # of the upload, by name, with the right shapes and dtypes
+    read: Callable[[Mapping[str, Tensor], int], Any]  # returns the upload from the tensors of a client
     buffers: Buffers  # the floating buffers
     steps: Callable[[int], int] | None  # from examples to local steps K_i; None: a full gradient, without training
     limits: Limits
     non_negative: Sequence[str] = ()
 
+    @classmethod
+    def plain(cls, record: Any, buffers: Buffers, *others: Any) -> Expected:
+        """Return what is expected of an upload, or full gradient, whose fields are sent as they are."""
+        tensors = {name: value for name, value in record._asdict().items() if value is not None}
+        return cls(tensors, lambda given, client: record._replace(**given), buffers, *others)
 
-def read_update(content: RecordDict, expected: Expected, examples_before: int | None = None) -> Update:
-    """Return the checked update or full gradient in a reply; raises `Refused`.
+
+def read_update(content: RecordDict, expected: Expected, client: int, examples_before: int | None = None) -> Update:
+    """Return the checked update or full gradient in a client's reply; raises `Refused`.
 
     `examples_before` is the number of examples the client gave earlier in this round (Mime).
     """
-    wanted = {name: value for name, value in expected.up._asdict().items() if value is not None}
-    figures, examples = _read_figures(
-        content, [*wanted.values(), *expected.buffers.values()], expected.limits, ("up", "figures"), ("buffers",)
-    )
-    tensors, buffers = _read_tensors(content, "up", wanted), _read_tensors(content, "buffers", expected.buffers)
+    explained = [*expected.tensors.values(), *expected.buffers.values()]
+    figures, examples = _read_figures(content, explained, expected.limits, ("up", "figures"), ("buffers",))
+    tensors = _read_tensors(content, "up", expected.tensors)
+    buffers = _read_tensors(content, "buffers", expected.buffers)
+    try:
+        up = expected.read(tensors, client)
+    except Unreadable as error:
+        raise Refused(f"its upload {error}") from error
+    if not all_finite(*up):
+        raise Refused("its upload is read as a NaN or an infinity")
     for name in expected.non_negative:
-        if name in tensors and bool((tensors[name] < 0).any()):
+        if (value := getattr(up, name, None)) is not None and bool((value < 0).any()):
             raise Refused(f"'{name}' has negative entries, and is never negative")
     for name, value in buffers.items():
         if name.endswith("running_var") and bool((value < 0).any()):
@@ -122,9 +134,9 @@ def read_update(content: RecordDict, expected: Expected, examples_before: int | 
             raise Refused(f"says {_quote(figures['steps'])} local steps, but {examples} examples make {steps}")
         _check_loss(loss, "training")
     most = expected.limits.max_norm
-    if most is not None and "delta" in tensors and (length := norm(tensors["delta"])) > most:
+    if most is not None and hasattr(up, "delta") and (length := norm(up.delta)) > most:
         raise Refused(f"'delta' has norm {length:.4g}, over the limit of {most:g}")
-    return Update(expected.up._replace(**tensors), buffers, examples, steps, loss)
+    return Update(up, buffers, examples, steps, loss)
 
 
 def read_evaluation(

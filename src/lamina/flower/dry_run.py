@@ -120,21 +120,23 @@ def _try_round(node: Node, context: Context, client: int, say: Say) -> None:
     plan = dataclasses.replace(setup.plan, protocol=dataclasses.replace(protocol, epochs=None, local_steps=1))
     state = State.start(algorithm, objective, plan.clients.count)
     memory, app = Memory(run=secrets.token_hex(16)), wire.fingerprint(algorithm, objective)
-    about_x = {"x": wire.encode(state.server.x)}
+    about_x, channel = {"x": wire.encode(state.server.x)}, protocol.channel
     layers, rate, needs = objective.shared_layers, protocol.rate(1), algorithm.needs(1)
     buffers = objective.shared_buffers(state.buffers)
     info = ServerInfo(1, rate, layers, participation=protocol.participation)
     if needs.control_variate:
-        reply = node.send_gradient(write_message(plan, app, memory, buffers, about_x, 1, client), context)
-        gradient = checks.read_update(reply, Expected(FullGradient(state.server.x), {}, None, setup.limits)).up.gradient
-        info = info._replace(mean_gradient=gradient)
-    down = algorithm.broadcast(state.server, info)
+        sent_x = {"x": wire.encode(channel.narrow_vector(state.server.x, layers))}
+        reply = node.send_gradient(write_message(plan, app, memory, buffers, sent_x, 1, client), context)
+        expected = Expected.plain(FullGradient(state.server.x), {}, None, setup.limits)
+        info = info._replace(mean_gradient=checks.read_update(reply, expected, client).up.gradient)
+    down = channel.seen_broadcast(algorithm.broadcast(state.server, info), layers)
     for _ in range(2):  # the first step of a process takes longer than all others
-        reply = node.send_update(write_message(plan, app, memory, buffers, wire.pack(down), 1, client), context)
+        arrays = wire.pack(channel.narrow(down, layers))
+        reply = node.send_update(write_message(plan, app, memory, buffers, arrays, 1, client), context)
     up, sent = wire.entries_of(reply, "up", ArrayRecord), in_bytes(wire.wire_bytes(reply))
     example = state.server.x if needs.full_gradient else None
     expected = Judge(setup, memory).expect(buffers, down, ClientInfo(1, rate, layers, full_gradient=example))
-    update = checks.read_update(reply, expected._replace(steps=lambda examples: 1))
+    update = checks.read_update(reply, expected._replace(steps=lambda examples: 1), client)
     steps, seconds = int(protocol.steps(np.array([update.examples]))[0]), node.training_seconds
     say(f"one local step: {seconds:.3f} s, loss {update.loss:.4f}; a round has {plural(steps, 'local step')}")
     fields = ", ".join(f"{name} {list(array.shape)} {array.dtype}" for name, array in up.items())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flwr.app import Array, MessageType, RecordDict
+from torch import Tensor
 
 from lamina.engines.state import State
 from lamina.flower import checks, wire
@@ -38,9 +39,14 @@ class Exchange:
 
     def gradients(self, state: State, clients: Iterable[int], record: Attendance) -> dict[int, Update]:
         """Ask for every client's full gradient at x and number of examples."""
-        expected = Expected(FullGradient(state.server.x), {}, None, self.setup.limits)
-        contents = self._about_x(state, clients, record.round)
-        return self._collect(wire.GRADIENT, contents, record, lambda _, content: checks.read_update(content, expected))
+        expected = Expected.plain(FullGradient(state.server.x), {}, None, self.setup.limits)
+        channel, layers = self.setup.protocol.channel, self.objective.shared_layers
+        contents = self._about_x(state, channel.narrow_vector(state.server.x, layers), clients, record.round)
+
+        def read(client: int, content: RecordDict) -> Update:
+            return checks.read_update(content, expected, client)
+
+        return self._collect(wire.GRADIENT, contents, record, read)
 
     def updates(
         self,
@@ -53,7 +59,7 @@ class Exchange:
     ) -> dict[int, Update]:
         """Have every client train, and return the sound updates; `gradients` are those of Mime."""
         versions, memory = self.setup.algorithm.down_versions(record.round), self.memory
-        arrays = wire.pack(down)
+        arrays = wire.pack(self.setup.protocol.channel.narrow(down, self.objective.shared_layers))
         x_is_held = ["x"] if gradients else []
         digests = {name: wire.digest(getattr(down, name)) for name in (*versions, *x_is_held) if name in arrays}
 
@@ -77,7 +83,8 @@ class Exchange:
             return message(client, [], is_new=is_new)
 
         def read(client: int, content: RecordDict) -> Update:
-            return checks.read_update(content, expected, gradients[client].examples if client in gradients else None)
+            examples = gradients[client].examples if client in gradients else None
+            return checks.read_update(content, expected, client, examples)
 
         ledger = state.ledger.held  # by Down field: the version every client holds, as far as it has confirmed it
         contents = {}
@@ -93,7 +100,7 @@ class Exchange:
         def read(client: int, content: RecordDict) -> NodeMetrics:
             return checks.read_evaluation(content, self.setup.limits, examples.get(client), self.setup.node_metrics)
 
-        contents = self._about_x(state, clients, record.round)
+        contents = self._about_x(state, state.server.x, clients, record.round)
         return self._collect(MessageType.EVALUATE, contents, record, read)
 
     def _collect(
@@ -163,9 +170,9 @@ class Exchange:
             record.miss(client, late(self.setup.deadline))
         return dict(sorted(answers.items()))
 
-    def _about_x(self, state: State, clients: Iterable[int], number: int) -> dict[int, RecordDict]:
+    def _about_x(self, state: State, x: Tensor, clients: Iterable[int], number: int) -> dict[int, RecordDict]:
         """Return messages with nothing but x, the buffers and a task, by client."""
-        arrays = {"x": wire.encode(state.server.x)}
+        arrays = {"x": wire.encode(x)}
         return {client: self._message(state, arrays, number, client) for client in clients}
 
     def _message(self, state: State, down: Mapping[str, Array], number: int, client: int, **more: Any) -> RecordDict:

@@ -14,13 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lamina.algorithms.contract import ClientInfo, trial_step
+from lamina.channel.channel import Link
 from lamina.flower import wire
 from lamina.flower.checks import Expected, NodeMetrics, Update, norm
 from lamina.flower.records import Attendance, Memory
 from lamina.flower.setup import Setup
 from lamina.objective.objective import Buffers
+from lamina.rounds.plan import client_streams, cohort_stream
 from lamina.training.evaluation import WEIGHT
 
 FEWEST_FOR_A_MEDIAN = 3  # answers
@@ -37,12 +40,34 @@ class Judge:
         self.memory, self.algorithm, self.protocol, self.limits = memory, setup.algorithm, setup.protocol, setup.limits
 
     def expect(self, buffers: Buffers, down: Any, info: ClientInfo) -> Expected:
-        """Return what a sound update looks like: the fields an engine would get from one local step."""
+        """Return what a sound update looks like: the fields an engine would get from one local step.
+
+        `down` is the broadcast as clients see it.
+        """
         client = self.algorithm.client_init(down.x, info.layers)
         start = self.algorithm.begin(down, client, info)
         local = trial_step(self.algorithm, start, down, torch.zeros_like(down.x), info)
+        up, channel = self.algorithm.finish(local, down, client, info)[0], self.protocol.channel
+
+        def link(client: int) -> Link:
+            seed, device = self.protocol.seed, down.x.device
+            stream = client_streams(seed, info.round, np.array([client]))[0]
+            return Link.of(info.layers, stream, cohort_stream(seed, info.round), device)
+
+        parts = channel.parts_like(self.algorithm, up, link(0))
+        others = {name: value for name, value in up._asdict().items() if value is not None and name not in parts}
+
+        def read(tensors: Mapping[str, Tensor], client: int) -> Any:
+            as_sent = up._replace(**{name: tensors[name] for name in others})
+            numbers = {
+                name: [each.to(down.x.dtype) for each in several]
+                for name, several in wire.read_parts(tensors, parts).items()
+            }
+            return channel.read(self.algorithm, as_sent, numbers, down, link(client))
+
         return Expected(
-            self.algorithm.finish(local, down, client, info)[0],
+            others | wire.part_tensors(parts),
+            read,
             wire.floating(buffers),
             lambda examples: int(self.protocol.steps(np.array([examples]))[0]),
             self.limits,

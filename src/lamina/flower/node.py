@@ -19,10 +19,11 @@ from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.base.errors import BadInput, Diverged, LaminaError
 from lamina.base.finite import all_finite
 from lamina.base.text import printable
+from lamina.channel.channel import OPEN, Channel, Link
 from lamina.data.dataset import Dataset
 from lamina.engines.divergence import diverged
 from lamina.engines.loop import Loop
-from lamina.engines.personal import client_broadcast, client_result, first_record, personal_model, unpack
+from lamina.engines.personal import client_broadcast, client_result, first_record, pass_channel, personal_model, unpack
 from lamina.engines.state import copy_buffers
 from lamina.experiment.build import THREADED_FROM
 from lamina.flower import signing, wire
@@ -97,7 +98,7 @@ class Node(ClientApp):
         loop, plan = Loop(self.algorithm, objective, data, self._protocol(task)), self._plan(task, data)
         needs = self.algorithm.needs(task.round)
         info = ClientInfo(task.round, task.protocol.lr, objective.layers, steps=float(plan.steps[0]))
-        kept = unpack(objective, record)
+        kept = unpack(record)
         x, start_buffers = personal_model(objective, sent_down.x, self._buffers(content), record)
         gradient, is_own = None, needs.control_variate and kept.server is not None
         if needs.full_gradient or is_own:
@@ -114,16 +115,18 @@ class Node(ClientApp):
         up, new_record = client_result(self.algorithm, objective, kept, (local, whole_up, client), buffers, info)
         if not all_finite(losses, *whole_up, *new_record):
             loop.explain(down, kept.client, start_buffers, info, plan, 0, whole_up)  # raises Diverged
+        link = Link.of(objective.shared_layers, plan.streams[0], plan.cohort_stream, objective.device)
+        sent, new_record = pass_channel(task.protocol.channel, self.algorithm, up, sent_down, new_record, link)
         store.save_state(task.round, task.token, new_record)
         store.forget_all_but([task.token, task.base, *task.keep])
         figures = {"examples": len(data), "steps": int(plan.steps[0]), "loss": float(losses.mean())}
         moved = {name: wire.encode(value) for name, value in self._sent_buffers(buffers).items()}
-        return wire.content_of({"up": wire.pack(up), "buffers": moved, "figures": figures})
+        return wire.content_of({"up": wire.pack_upload(up, sent.parts), "buffers": moved, "figures": figures})
 
     def send_gradient(self, content: RecordDict, context: Context) -> RecordDict:
         """Return the gradient over all local data at x (Mime's first exchange); keep both for the second exchange."""
         task, store, data = self._begin(content, context)
-        sent_x = self._sent_model(content)
+        sent_x = self._sent_model(content, task.protocol.channel)
         record = self._record(sent_x, task, store)
         x, buffers = personal_model(self.objective, sent_x, self._buffers(content), record)
         loop = Loop(self.algorithm, self.objective, data, self._protocol(task))
@@ -145,10 +148,10 @@ class Node(ClientApp):
             data = self.setup.dataset(self.setup.node_test(context), self.objective, data)
         metrics = self.setup.node_metrics
         check_evaluation(self.objective, data, metrics)
-        sent_x = self._sent_model(content)
+        sent_x = self._sent_model(content, OPEN)
         record = self._record(sent_x, task, store)
         x, buffers = personal_model(self.objective, sent_x, self._buffers(content), record)
-        x = self.algorithm.client_model(x, unpack(self.objective, record).client)
+        x = self.algorithm.client_model(x, unpack(record).client)
         figures = sample_means(self.objective, x, buffers, data, metrics)
         return wire.content_of({"figures": {"examples": len(data), **figures}})
 
@@ -217,11 +220,13 @@ class Node(ClientApp):
             raise BadInput(
                 f"the server's message lacks, or has beside those it needs, the fields {names}: {wire.SAME_VERSION}"
             )
-        sent = {name: _decode(name, array, getattr(like_down, name)) for name, array in arrays.items()}
+        channel = task.protocol.channel
+        likes = channel.narrow(like_down, layers)
+        sent = {name: _decode(name, a, getattr(likes, name)).to(self.objective.dtype) for name, a in arrays.items()}
         digests = dict(zip(task.held, task.held_digests, strict=True))
         held: dict[str, Any] = {n: store.load_held(n, digest) for n, digest in digests.items() if n not in sent}
         missing = [name for name, value in held.items() if value is None]
-        record, like = None, first_record(algorithm, self.objective, start)
+        record, like = None, first_record(algorithm, self.objective, start, channel=channel)
         if task.base and any(value is not None for value in like):
             record = store.load_state(task.base, like)
             missing += ["state"] if record is None else []
@@ -231,15 +236,17 @@ class Node(ClientApp):
             if name in sent:
                 store.save_held(name, wire.digest(sent[name]), sent[name])
         down = like_down._replace(**sent, **{name: value.to(start.device) for name, value in held.items()})
-        return down, first_record(algorithm, self.objective, down.x) if record is None else record
+        return down, first_record(algorithm, self.objective, down.x, channel=channel) if record is None else record
 
-    def _sent_model(self, content: RecordDict) -> Tensor:
+    def _sent_model(self, content: RecordDict, channel: Channel) -> Tensor:
         """Return the server's model from a message."""
-        return _decode("x", wire.entries_of(content, "down", ArrayRecord).get("x"), self.objective.shared_start)
+        like = channel.narrow_vector(self.objective.shared_start, self.objective.shared_layers)
+        sent = _decode("x", wire.entries_of(content, "down", ArrayRecord).get("x"), like)
+        return sent.to(self.objective.dtype)
 
     def _record(self, x: Tensor, task: Task, store: Store) -> Any:
         """Return what the client kept at the task's base; its first record if that is lost."""
-        like = first_record(self.algorithm, self.objective, x)
+        like = first_record(self.algorithm, self.objective, x, channel=task.protocol.channel)
         kept = store.load_state(task.base, like) if task.base else None
         return like if kept is None else kept
 

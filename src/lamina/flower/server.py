@@ -204,7 +204,7 @@ class Server:
             weights = client_weights(self._facts(number, gradients), self.protocol.by_examples)
             vectors = [one.up.gradient for one in gradients.values()]
             info = info._replace(mean_gradient=combine_vectors(self.protocol.aggregation, vectors, weights))
-        down = self.algorithm.broadcast(self.state.server, info)
+        down = self.protocol.channel.seen_broadcast(self.algorithm.broadcast(self.state.server, info), layers)
         example = self.state.server.x if needs.full_gradient else None
         buffers = self.objective.shared_buffers(self.state.buffers)
         expected = self.judge.expect(buffers, down, ClientInfo(number, rate, layers, full_gradient=example))
@@ -233,7 +233,7 @@ class Server:
         """Take the server's step on the mean of the updates, as the engines do."""
         facts = self._facts(record.round, updates)
         weights = client_weights(facts, self.protocol.by_examples)
-        sums = RoundSums(weights=weights, aggregation=self.protocol.aggregation)
+        sums = RoundSums(weights=weights, aggregation=self.protocol.aggregation, channel=self.protocol.channel)
         by_examples = self.protocol.by_examples
         for c, one in enumerate(updates.values()):
             loss, steps = one.loss, one.steps

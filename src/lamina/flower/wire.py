@@ -17,7 +17,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -28,6 +28,8 @@ from torch import Tensor
 from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.declaration import options
 from lamina.base.errors import BadInput
+from lamina.channel.bits import pack_bits, unpack_bits
+from lamina.channel.codecs import Part
 from lamina.flower.internals import serialised_bytes
 from lamina.objective.objective import Buffers, Objective
 from lamina.objective.private import Private
@@ -73,6 +75,35 @@ def dtype_name(tensor: Tensor) -> str:
 def pack(payload: Any) -> dict[str, Array]:
     """Return the fields of a Down or an Up that are not None, as arrays."""
     return {name: encode(value) for name, value in payload._asdict().items() if value is not None}
+
+
+def pack_upload(up: Any, parts: Mapping[str, Sequence[Part]]) -> dict[str, Array]:
+    """Return an upload as arrays: `parts` of the fields that pass codecs, and the other fields of `up`."""
+    others = {name: value for name, value in up._asdict().items() if value is not None and name not in parts}
+    return {name: encode(value) for name, value in (others | part_tensors(parts)).items()}
+
+
+def part_tensors(parts: Mapping[str, Sequence[Part]]) -> dict[str, Tensor]:
+    """Return the tensors that are sent of fields that pass codecs, by the field's name and the part's number."""
+    return {
+        f"{name}.{i}": part.values if part.most is None else pack_bits(part.values, part.bits)
+        for name, several in parts.items()
+        for i, part in enumerate(several)
+    }
+
+
+def read_parts(tensors: Mapping[str, Tensor], like: Mapping[str, Sequence[Part]]) -> dict[str, list[Tensor]]:
+    """Return the parts in the tensors that `part_tensors` made; `like` are parts of the same counts and bits."""
+    read: dict[str, list[Tensor]] = {}
+    for name, several in like.items():
+        for i, part in enumerate(several):
+            values = tensors[f"{name}.{i}"]
+            if part.most is not None:
+                values = unpack_bits(values.cpu(), part.bits, part.values.shape[-1]).to(part.values.device)
+                if bool((values > part.most).any()):
+                    raise Unreadable("holds a code that its codec does not send")
+            read.setdefault(name, []).append(values)
+    return read
 
 
 def floating(buffers: Mapping[str, Tensor]) -> Buffers:

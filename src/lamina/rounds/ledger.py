@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo, trial_step
+from lamina.algorithms.contract import Algorithm
+from lamina.algorithms.rehearsal import trial_rounds
 from lamina.objective.layers import Layers
 
 
@@ -54,10 +55,6 @@ class Ledger:
             total += receivers * size
         return total
 
-    def up(self, payload: Any, cohort: NDArray[np.int64]) -> int:
-        """Return the bytes that the whole cohort sends; `payload` is an upload, or the mean of them all."""
-        return upload_bytes(payload) * len(cohort)
-
 
 class WireCost(NamedTuple):
     """What one active client receives, sends and keeps, in models (d = number of parameters)."""
@@ -78,22 +75,15 @@ def wire_cost(algorithm: Algorithm) -> WireCost:
     """
     rounds = 12 * algorithm.cycle
     x = torch.ones(4)
-    layers = Layers({"w": (2, 2)})
     unit = x.numel() * x.element_size()
-    server, client, ledger = algorithm.init(x, layers), algorithm.client_init(x, layers), Ledger(1)
-    down_bytes = up_bytes = 0
-    for r in range(1, rounds + 1):
-        needs = algorithm.needs(r)
-        server_info = ServerInfo(r, 0.1, layers, mean_gradient=x if needs.control_variate else None)
-        info = ClientInfo(r, 0.1, layers, full_gradient=x if needs.full_gradient else None)
-        down = algorithm.broadcast(server, server_info)
+    trial = list(trial_rounds(algorithm, x, Layers({"w": (2, 2)}), rounds))
+    ledger, down_bytes, up_bytes = Ledger(1), 0, 0
+    for r, (down, up, _) in enumerate(trial, start=1):
         down_bytes += ledger.down(_vectors(down), algorithm.down_versions(r), np.zeros(1, dtype=np.int64))
-        local = trial_step(algorithm, algorithm.begin(down, client, info), down, x, info)
-        up, client = algorithm.finish(local, down, client, info)
         up_bytes += upload_bytes(_vectors(up))
-        server = algorithm.update(server, up, server_info)
+    last_down, _, client = trial[-1]
+    cached = payload_bytes(_vectors(last_down))
     kept = sum(payload_bytes(_vectors(client)).values())
-    cached = payload_bytes(_vectors(down))
     kept += sum(cached.get(name, 0) for name in algorithm.down_versions(rounds))
     return WireCost(down_bytes / unit / rounds, up_bytes / unit / rounds, kept / unit)
 

@@ -41,7 +41,8 @@ class RoundPlan(RoundFacts):
     samples: Sequence[Indices]  # every active client's data
     index: Indices  # [C, K, B] sample indices; positions at or past `filled` repeat a valid index
     filled: Indices  # [C, K] how many of the B are real; 0: the client has no such step
-    streams: Indices  # [C] random streams of the clients in this round, for augmentation and dropout
+    streams: Indices  # [C] random streams of the clients in this round, for augmentation, dropout and codecs
+    cohort_stream: int  # of all of them, for codecs
 
     def batch(self, c: int, k: int) -> Indices:
         """Return the sample indices of step k of the c-th active client."""
@@ -55,6 +56,16 @@ class RoundPlan(RoundFacts):
     def dropout_stream(self, c: int, k: int) -> Indices:
         """Return the random stream of a batch's dropout masks [1]."""
         return dropout_streams(self.streams[c : c + 1], k + 1)[:, k]
+
+
+def client_streams(seed: int, number: int, cohort: Indices) -> Indices:
+    """Return the random streams of clients in a round."""
+    return np.asarray(rng.fork(rng.key(seed, "client", number), cohort), dtype=np.int64)
+
+
+def cohort_stream(seed: int, number: int) -> int:
+    """Return the random stream that all clients of a round share."""
+    return rng.key(seed, "channel", number)
 
 
 def sample_counters(steps: int, width: int) -> Indices:
@@ -146,5 +157,6 @@ class Plan:
             samples=samples,
             index=index,
             filled=filled,
-            streams=np.asarray(rng.fork(rng.key(self.protocol.seed, "client", number), cohort), dtype=np.int64),
+            streams=client_streams(self.protocol.seed, number, cohort),
+            cohort_stream=cohort_stream(self.protocol.seed, number),
         )

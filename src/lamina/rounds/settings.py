@@ -21,6 +21,8 @@ from lamina.algorithms.declaration import option_places, options
 from lamina.base.errors import BadInput, nearest, short_repr, unknown
 from lamina.base.limits import MOST, MOST_BATCH, check_count, check_number, check_seed
 from lamina.base.registry import field_values
+from lamina.channel.channel import OPEN, Channel, as_channel
+from lamina.channel.codecs import Codec
 from lamina.data.feed import Augment, OwnAugmentation
 from lamina.objective.fingerprint import value_digest
 from lamina.objective.losses import Loss, as_loss, instance_of_loss
@@ -51,6 +53,7 @@ class TrainArguments(TypedDict, total=False):
     clip: float | None
     weighting: Weighting
     aggregation: Aggregation | str
+    channel: Channel | Codec | str | Mapping[str, Any] | Sequence[Any] | None
     loss: str | Loss
     augmentation: Augment | OwnAugmentation | str | None
     private: Sequence[str]
@@ -74,6 +77,7 @@ class TrainSettings:
     clip: float | None = field(default=None, metadata=UNPLANNED | PER_MEMBER | {"bounds": {"gt": 0}})
     weighting: Weighting = field(default="clients", metadata=SERVER_ONLY | UNPLANNED | PER_MEMBER)
     aggregation: Aggregation = field(default=MEAN, metadata=SERVER_ONLY | UNPLANNED)
+    channel: Channel = field(default=OPEN, metadata=UNPLANNED)
     loss: str | Loss = field(default="cross_entropy", metadata=SERVER_ONLY | UNPLANNED | PER_MEMBER)
     augmentation: Augment | OwnAugmentation | str | None = field(default=None, metadata=UNPLANNED)
     private: Sequence[str] = field(default=(), metadata=SERVER_ONLY | UNPLANNED)  # a node has its own
@@ -141,6 +145,7 @@ class TrainSettings:
             given["private"] = tuple(given.get("private") or ())
         if "aggregation" in given:
             given["aggregation"] = as_aggregation(given["aggregation"])
+        given["channel"] = as_channel(given.get("channel"))
         return cls(**given)
 
     @classmethod
@@ -196,7 +201,7 @@ class TrainSettings:
             if not isinstance(augmentation, dict) or augmentation.keys() != {each.name for each in fields(Augment)}:
                 raise BadInput(f"augmentation = {short_repr(augmentation)} has other settings")
             augmentation = Augment(**augmentation)
-        return cls(**{**record, "augmentation": augmentation})
+        return cls(**{**record, "augmentation": augmentation, "channel": as_channel(record["channel"])})
 
     def _augmentation_record(self) -> dict[str, Any] | str | None:
         if is_own_augmentation(self.augmentation):
@@ -210,6 +215,7 @@ class TrainSettings:
             "batch_size": "full" if self.batch_size is None else self.batch_size,
             "epochs": (self.epochs or 1) if self.local_steps is None else None,
             "aggregation": as_table(self.aggregation, name_of(self.aggregation)),
+            "channel": self.channel.record(),
             "loss": own_name(self.loss),
             "augmentation": self._augmentation_record(),
             "private": list(self.private) or None,

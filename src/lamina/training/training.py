@@ -138,6 +138,7 @@ class Training:
         check_model_fits(module, device)
         self.objective = Objective(module.to(device), protocol.loss, protocol.private)
         check_model(self.objective)
+        protocol.channel.check(algorithm, self.objective.shared_layers)
         self.objective.refuse_rate(protocol.lr)  # one that is infinite in the model's type
         if is_user_defined(algorithm):
             rehearse(algorithm, self.objective.layers, device)
@@ -253,7 +254,7 @@ class Training:
     def start(self) -> tuple[State, Any]:
         """Return the state before round 1 and the initial state of a client."""
         state = State.start(self.algorithm, self.objective, self.plan.clients.count)
-        return state, first_record(self.algorithm, self.objective, state.server.x)
+        return state, first_record(self.algorithm, self.objective, state.server.x, channel=self.protocol.channel)
 
     @property
     def model(self) -> nn.Module:
@@ -294,10 +295,12 @@ class Training:
         state, objective = self.state, self.objective
         record = state.clients.get(client)
         if record is None:
-            record = first_record(self.algorithm, objective, state.server.x, state.private_start, state.buffers)
+            record = first_record(
+                self.algorithm, objective, state.server.x, state.private_start, state.buffers, self.protocol.channel
+            )
         record = on_device(record, self.device)
         x, buffers = personal_model(objective, state.server.x, state.buffers, record)
-        return self.algorithm.client_model(x, unpack(objective, record).client), buffers
+        return self.algorithm.client_model(x, unpack(record).client), buffers
 
     def _client_samples(self, client_metrics: bool, chosen: Sequence[Metric] | None) -> list[ClientSamples]:
         """Return the clients' samples to evaluate on."""

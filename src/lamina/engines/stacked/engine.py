@@ -25,12 +25,13 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
 from lamina.base.errors import BadInput, Diverged
+from lamina.channel.channel import Link
 from lamina.data.dataset import Dataset
 from lamina.data.feed import as_augmentation
 from lamina.data.parts import Indices
 from lamina.engines.devices import arithmetic
 from lamina.engines.loop import FIXED_CHUNK
-from lamina.engines.personal import client_broadcast, client_result, unpack
+from lamina.engines.personal import client_broadcast, client_result, pass_channel, unpack
 from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.apart import Apart
 from lamina.engines.stacked.feed import BatchFeed
@@ -147,7 +148,8 @@ class Stacked:
             mean = self._mean_gradient(now, e, ranks) if needs.control_variate else None
             plan, layers = member.plan, self.objective.shared_layers
             info = ServerInfo(plan.number, plan.lr, layers, plan.participation, mean_gradient=mean)
-            now.downs.append(member.algorithm.broadcast(member.state.server, info))
+            down = member.algorithm.broadcast(member.state.server, info)
+            now.downs.append(self.protocol.channel.seen_broadcast(down, layers))
         now.sums = [self._empty_sums(member) for member in members]
         now.clients = [dict(member.state.clients) for member in members]
         # a chunk that does not fit the GPU's memory is run again: `_add` adds nothing before all memory is there
@@ -178,13 +180,13 @@ class Stacked:
         """Let every row's client train, from the broadcast to the upload; a GPU may still be working on it."""
         members = {e: now.members[e] for e in {row.member for row in chunk}}
         first, like, layout = members[chunk[0].member], self.objective.start, self.forward.layout
-        clients = first.state.ledger.clients * len(now.members)
-        home = self.memory.choose_client_home(first.algorithm, first.state.server.x, self.objective, clients)
+        clients, channel = first.state.ledger.clients * len(now.members), self.protocol.channel
+        home = self.memory.choose_client_home(first.algorithm, first.state.server.x, self.objective, clients, channel)
         algorithm = row_algorithm(chunk, members, like)
         downs = {e: self._in_layout(now.downs[e]) for e in members}
         down = stack_records([downs[row.member] for row in chunk])
         records = on_device(stack_records(self._client_records(now, chunk, home)), self.objective.device)
-        kept = unpack(self.objective, records)
+        kept = unpack(records)
         client = self._in_layout(kept.client)
         buffers = self._row_buffers(now, chunk) | {name: value.clone() for name, value in kept.buffers.items()}
         batches, filled = self.feed.batches(now, chunk)
@@ -214,6 +216,9 @@ class Stacked:
         up, client = algorithm.finish(local, down, client, info)
         trained = (local, up, self._in_usual_order(client))
         sent, record = client_result(algorithm, self.objective, kept, trained, buffers, info, layout)
+        if channel.has_codecs:
+            losses = losses + 0 * torch.stack(row_sums(sent)).sum(0)  # a codec may lose a NaN: this does not
+            sent, record = self._pass_channel(now, chunk, sent, record)
         return Trained(
             losses=losses / send(steps, self.objective.device),
             sent=sent,
@@ -223,6 +228,20 @@ class Stacked:
             ratios=algorithm.trust_ratios(local) if self.record_trust_ratios else None,
             row_weights=row_weights,
         )
+
+    def _pass_channel(self, now: RoundInProgress, chunk: list[Row], up: Any, record: Any) -> tuple[Any, Any]:
+        """Return the uploads that the server reads, in the forward pass's layout, and what clients keep."""
+        member, plans = now.members[chunk[0].member], now.plans(chunk)
+        link = Link.of(
+            self.objective.shared_layers,
+            np.array([plan.streams[row.c] for plan, row in zip(plans, chunk, strict=True)]),
+            np.array([plan.cohort_stream for plan in plans]),
+            self.objective.device,
+        )
+        down = stack_records([now.downs[row.member] for row in chunk])
+        up = self._in_usual_order(up)
+        sent, record = pass_channel(self.protocol.channel, member.algorithm, up, down, record, link)
+        return self._in_layout(sent.up), record
 
     def _add(self, now: RoundInProgress, chunk: list[Row], trained: Trained) -> None:
         """Add what some rows have trained to the sums of their members, and leave out members that diverged.
@@ -380,7 +399,13 @@ class Stacked:
         shared = self.objective.shared_buffers(member.state.buffers)
         buffers = {n: torch.zeros_like(b) for n, b in shared.items() if b.is_floating_point()}
         steps = float(np.dot(weights, member.plan.steps))
-        return RoundSums(buffers=buffers, steps=steps, weights=weights, aggregation=self.protocol.aggregation)
+        return RoundSums(
+            buffers=buffers,
+            steps=steps,
+            weights=weights,
+            aggregation=self.protocol.aggregation,
+            channel=self.protocol.channel,
+        )
 
     # --- gradients over all data ----------------------------------------------------------------------------------
 

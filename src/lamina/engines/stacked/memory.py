@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm
 from lamina.base.errors import BadInput
+from lamina.channel.channel import Channel
 from lamina.engines.personal import first_record
 from lamina.engines.stacked.forward import CapturedForward, rounded
 from lamina.engines.stacked.gpu.launch import recording
@@ -93,12 +94,14 @@ class Memory:
                 )
             waiting = self._within_limit([chunk, *waiting])
 
-    def choose_client_home(self, algorithm: Algorithm, x: Tensor, objective: Objective, clients: int) -> torch.device:
+    def choose_client_home(
+        self, algorithm: Algorithm, x: Tensor, objective: Objective, clients: int, channel: Channel
+    ) -> torch.device:
         """Return where clients' state is kept between rounds: with the model, or on the host if it may grow large."""
         if self.client_home is None:
             self.client_home = self.device
             if self.device.type == "cuda":
-                size = upload_bytes(first_record(algorithm, objective, x))
+                size = upload_bytes(first_record(algorithm, objective, x, channel=channel))
                 if size * clients > CLIENT_STATE_FRACTION * free_bytes(self.device):
                     self.client_home = torch.device("cpu")
                     log.info("keeping the clients' state on the host: all of it would fill the GPU")

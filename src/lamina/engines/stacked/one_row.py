@@ -22,13 +22,16 @@ def record_of(objective: Objective, now: RoundInProgress, row: Row) -> Any:
     state, record = member.state, member.state.clients.get(now.client_id(row))
     if record is not None:
         return record
-    return first_record(member.algorithm, objective, state.server.x, state.private_start, state.buffers)
+    channel = member.protocol.channel
+    x = channel.seen(state.server.x, objective.shared_layers)
+    return first_record(member.algorithm, objective, x, state.private_start, state.buffers, channel)
 
 
 def model_of(objective: Objective, now: RoundInProgress, row: Row) -> tuple[Tensor, Buffers]:
     """Return the model that a row's client sees."""
     state, record = now.members[row.member].state, on_device(record_of(objective, now, row), objective.device)
-    return personal_model(objective, state.server.x, state.buffers, record)
+    x = now.members[row.member].protocol.channel.seen(state.server.x, objective.shared_layers)
+    return personal_model(objective, x, state.buffers, record)
 
 
 def empty_upload(objective: Objective, member: Member, down: Any, record_trust_ratios: bool) -> tuple[Any, Tensor]:
@@ -37,7 +40,7 @@ def empty_upload(objective: Objective, member: Member, down: Any, record_trust_r
     needs = algorithm.needs(member.plan.number)
     example = x if needs.full_gradient else None
     info = ClientInfo(member.plan.number, member.plan.lr, objective.layers, full_gradient=example)
-    kept = unpack(objective, first_record(algorithm, objective, member.state.server.x))
+    kept = unpack(first_record(algorithm, objective, member.state.server.x))
     down = client_broadcast(algorithm, objective, down, kept, info, x if needs.control_variate else None)
     local = algorithm.begin(down, kept.client, info)
     up, client = algorithm.finish(local, down, kept.client, info)
@@ -56,7 +59,7 @@ def explain(
     member = now.members[row.member]
     algorithm, plan = member.algorithm, member.plan
     record = on_device(record_of(objective, now, row), objective.device)  # it may be kept on the host
-    kept, buffers = unpack(objective, record), model_of(objective, now, row)[1]
+    kept, buffers = unpack(record), model_of(objective, now, row)[1]
     info = ClientInfo(plan.number, plan.lr, objective.layers, float(plan.steps[row.c]), gradient)
     own_gradient = gradient if algorithm.needs(plan.number).control_variate else None
     down = client_broadcast(algorithm, objective, now.downs[row.member], kept, info, own_gradient)

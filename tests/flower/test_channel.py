@@ -1,0 +1,75 @@
+"""Codecs in a federation: exactly their bytes are sent, and the numbers are the simulation's."""
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord
+
+import lamina
+from flower_setup import MIME, Setup, assert_like_the_simulation, client_of, is_train, small_model
+from lamina.flower import wire
+
+CODECS = [
+    "bf16",
+    "fp16",
+    {"name": "qsgd", "bits": 3, "bucket": 16},
+    "sign",
+    {"name": "topk", "share": 0.1},
+    {"name": "randk", "share": 0.2},
+    {"name": "sketch", "share": 0.2, "rows": 2},
+    [{"name": "topk", "share": 0.3}, {"name": "qsgd", "bits": 5}],
+]
+
+
+def double():
+    return small_model(norm=True).double()
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "fedlamb", "mimelamb", "fedlada"])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_the_federation_agrees_with_the_simulation(codec, algorithm, tmp_path):
+    """Also its bytes, which the ledger knows from the codec, and the federation counts in its messages."""
+    channel = {"codec": codec, "feedback": codec != "bf16", "down": "bf16"}
+    no_limit = {"limits": lamina.flower.Limits(times_median=None)}
+    setup = Setup(tmp_path, algorithm, model=double, rounds=3, batch_size=5, channel=channel, more=no_limit)
+    setup.run()
+    assert_like_the_simulation(setup)
+
+
+def test_mime_with_two_exchanges_sees_the_rounded_model(tmp_path):
+    channel = {"codec": "qsgd", "down": "bf16"}
+    setup = Setup(tmp_path, MIME, model=lambda: small_model().double(), rounds=3, batch_size=5, channel=channel)
+    setup.run()
+    assert_like_the_simulation(setup, without=("bytes_up",))  # the ledger does not count the gradients
+
+
+@pytest.mark.parametrize(
+    ("codec", "part", "damage", "why"),
+    [
+        ({"name": "topk", "share": 0.1}, "delta.1", lambda data: b"\xff" * len(data), "code that its codec does not"),
+        ("qsgd", "delta.1", lambda data: b"\x00\x00\xc0\x7f" * (len(data) // 4), "holds a NaN"),
+        ("qsgd", "delta.0", lambda data: data[:-1], "holds 82 bytes, not 83"),
+    ],
+)
+def test_damaged_codes_are_refused(codec, part, damage, why, tmp_path):
+    setup = Setup(tmp_path, "fedavg", rounds=1, participation=1.0, channel=codec, more={"attempts": 1})
+
+    def on_reply(grid, node, message, reply):
+        if is_train(message, 1) and client_of(node) == 1:
+            arrays = dict(reply.content["up"])
+            old = arrays[part]
+            arrays[part] = Array(old.dtype, old.shape, old.stype, damage(old.data))
+            reply.content["up"] = ArrayRecord(arrays)
+        return reply
+
+    setup.run(setup.grid(None, on_reply))
+    (refused,) = [each for entry in setup.journal for each in entry["refused"]]
+    assert why in refused["why"]
+
+
+def test_codes_of_any_width_survive_the_wire():
+    generator = torch.Generator().manual_seed(0)
+    for bits in range(1, 25):
+        codes = torch.randint(0, 2**bits, (1 << 20 | 5 if bits == 3 else 77,), generator=generator)
+        packed = wire.pack_bits(codes, bits)
+        assert len(packed) == -(-len(codes) * bits // 8)
+        assert torch.equal(wire.unpack_bits(packed, bits, len(codes)), codes)
