@@ -134,8 +134,8 @@ class QSGD(Codec):
         groups, most = Groups.of(tuple(sizes), self.bucket), 2 * self._steps
         scale = groups.largest(values)
         multiples = values * groups.spread(self._steps / positive(scale))
-        rounded = (multiples + uniform(stream, values)).floor() if self.at_random else multiples.round()
-        codes = (rounded + self._steps).clamp(0, most)
+        rounded = multiples.add_(uniform(stream, values)).floor_() if self.at_random else multiples.round_()
+        codes = rounded.add_(self._steps).clamp_(0, most)
         return [Part(codes, self.bits, most), floats(scale)]
 
     def decode(self, parts: Sequence[Tensor], sizes: Sequence[int], stream: Tensor) -> Tensor:
@@ -204,32 +204,38 @@ class TopK(_Share):
 class RandK(_Share):
     """Random numbers of the vector, which the server finds by the round plan. Others arrive as zero.
 
+    One number is drawn from each of k groups of neighbours. So no two draws are the same, and every number is as likely
+    as its neighbours (and as all others, if k divides their number).
+
     Args:
         share: of the numbers, at least one.
-        scaled: divide by the share, so that their mean is right; False: as error feedback needs it.
+        scaled: multiply by the size of the group, so that their mean is right; False: as error feedback needs it.
     """
 
     scaled: bool = True
 
     def encode(self, values: Tensor, sizes: Sequence[int], stream: Tensor) -> list[Part]:
         """Return the numbers."""
-        n = values.shape[-1]
-        factor = n / self.count(n) if self.scaled else 1.0
-        return [floats(values.gather(-1, self._places(values, n, stream)) * factor)]
+        places, lengths = self._places(values, values.shape[-1], stream)
+        kept = values.gather(-1, places)
+        return [floats(kept * lengths.to(kept.dtype) if self.scaled else kept)]
 
     def decode(self, parts: Sequence[Tensor], sizes: Sequence[int], stream: Tensor) -> Tensor:
         """Return the numbers in their places."""
         kept, n = parts[0], sum(sizes)
-        return kept.new_zeros(*kept.shape[:-1], n).scatter(-1, self._places(kept, n, stream), kept)
+        return kept.new_zeros(*kept.shape[:-1], n).scatter(-1, self._places(kept, n, stream)[0], kept)
 
     def for_feedback(self) -> Self:
         """Return the codec that sends the numbers as they are."""
         return replace(self, scaled=False)
 
-    def _places(self, like: Tensor, n: int, stream: Tensor) -> Tensor:
-        keys = rng.bits(stream, torch.arange(n, device=like.device))
-        places = torch.topk(keys, self.count(n), dim=-1, largest=False, sorted=False).indices
-        return places.sort(-1).values.expand(*like.shape[:-1], -1)
+    def _places(self, like: Tensor, n: int, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the place of the number drawn from every group, and the sizes of the groups."""
+        k = self.count(n)
+        bounds = torch.arange(k + 1, device=like.device) * n // k
+        lengths = bounds[1:] - bounds[:-1]
+        places: Tensor = bounds[:-1] + rng.bits(stream, torch.arange(k, device=like.device)) % lengths
+        return places.expand(*like.shape[:-1], -1), lengths
 
 
 @dataclass(frozen=True)
@@ -282,14 +288,26 @@ class Sketch(_Share):
         """Return the codec that reads means of groups."""
         return replace(self, scaled=False)
 
-    def _hashes(self, like: Tensor, n: int, stream: Tensor) -> list[tuple[Tensor, Tensor, int]]:
+    def _hashes(self, like: Tensor, n: int, stream: Tensor) -> Sequence[tuple[Tensor, Tensor, int]]:
         """Return every number's group and sign, and the number of groups, for each row of the sketch."""
-        hashes, width = [], self.count(n) // self.rows
-        for row in range(self.rows):
-            words = rng.bits(rng.fork(stream, row), torch.arange(n, device=like.device))
-            group = ((words >> 1) % width).expand(*like.shape[:-1], n)
-            hashes.append((group, (2 * (words & 1) - 1).to(like.dtype), width))
-        return hashes
+        if stream.device.type == "cpu" and stream.numel() == 1:  # the same for all clients of a round
+            hashes = _sketch_hashes(int(stream), n, self.count(n) // self.rows, self.rows, like.dtype)
+        else:
+            hashes = _make_hashes(stream, n, self.count(n) // self.rows, self.rows, like.dtype)
+        return [(group.expand(*like.shape[:-1], n), sign, width) for group, sign, width in hashes]
+
+
+def _make_hashes(stream: Tensor, n: int, width: int, rows: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, int]]:
+    hashes = []
+    for row in range(rows):
+        words = rng.bits(rng.fork(stream, row), torch.arange(n, device=stream.device))
+        hashes.append(((words >> 1) % width, (2 * (words & 1) - 1).to(dtype), width))
+    return hashes
+
+
+@functools.lru_cache(maxsize=4)
+def _sketch_hashes(key: int, n: int, width: int, rows: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, int]]:
+    return _make_hashes(torch.tensor([key]), n, width, rows, dtype)
 
 
 CODECS: dict[str, type[Codec]] = {
@@ -415,7 +433,7 @@ class Groups:
         """Return every group's largest magnitude [..., groups]."""
         pieces = torch.split(values, [count * length for count, length in self._runs], -1)
         grouped = [
-            torch.linalg.vector_norm(piece.reshape(*piece.shape[:-1], count, length), ord=math.inf, dim=-1)
+            piece.reshape(*piece.shape[:-1], count, length).abs().amax(-1)
             for piece, (count, length) in zip(pieces, self._runs, strict=True)
         ]
         return torch.cat(grouped, -1)
@@ -436,7 +454,13 @@ def positive(scale: Tensor) -> Tensor:
 
 
 def uniform(stream: Tensor, like: Tensor) -> Tensor:
-    """Return random numbers in [0, 1) like a tensor [..., n]; `stream` is [..., 1]."""
-    bits = 53 if like.dtype == torch.float64 else 24
-    words: Tensor = rng.fork(stream, torch.arange(like.shape[-1], device=like.device))
-    return ((words >> (64 - bits)) & ((1 << bits) - 1)).to(like.dtype) * 2.0**-bits
+    """Return random numbers in [0, 1) like a tensor [..., n]; `stream` is [..., 1].
+
+    They have 53 bits in double precision, and 16 otherwise: four for each word, since drawing words is what takes time.
+    """
+    n = like.shape[-1]
+    if like.dtype == torch.float64:
+        return torch.as_tensor(rng.bits(stream, torch.arange(n, device=like.device))).to(like.dtype) * 2.0**-53
+    words: Tensor = rng.fork(stream, torch.arange((n + 3) // 4, device=like.device))
+    shorts = words.view(torch.int16)[..., :n]  # from -2^15 to 2^15 - 1
+    return shorts.to(like.dtype).mul_(2.0**-16).add_(0.5 + 2.0**-17)

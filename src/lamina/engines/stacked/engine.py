@@ -232,16 +232,21 @@ class Stacked:
     def _pass_channel(self, now: RoundInProgress, chunk: list[Row], up: Any, record: Any) -> tuple[Any, Any]:
         """Return the uploads that the server reads, in the forward pass's layout, and what clients keep."""
         member, plans = now.members[chunk[0].member], now.plans(chunk)
-        link = Link.of(
-            self.objective.shared_layers,
-            np.array([plan.streams[row.c] for plan, row in zip(plans, chunk, strict=True)]),
-            np.array([plan.cohort_stream for plan in plans]),
-            self.objective.device,
-        )
-        down = stack_records([now.downs[row.member] for row in chunk])
-        up = self._in_usual_order(up)
-        sent, record = pass_channel(self.protocol.channel, member.algorithm, up, down, record, link)
-        return self._in_layout(sent.up), record
+        clients = np.array([plan.streams[row.c] for plan, row in zip(plans, chunk, strict=True)])
+        cohorts = np.array([plan.cohort_stream for plan in plans])
+        downs, up = [now.downs[row.member] for row in chunk], self._in_usual_order(up)
+
+        def send(which: Any, up: Any, down: Any, record: Any) -> tuple[Any, Any]:
+            link = Link.of(self.objective.shared_layers, clients[which], cohorts[which], self.objective.device)
+            sent, record = pass_channel(self.protocol.channel, member.algorithm, up, down, record, link)
+            return sent.up, record
+
+        if self.objective.device.type == "cpu":  # row by row, which stays in the caches
+            rows = [send(r, row_of(up, r), downs[r], row_of(record, r)) for r in range(len(chunk))]
+            up, record = (stack_records(list(records)) for records in zip(*rows, strict=True))
+        else:
+            up, record = send(slice(None), up, stack_records(downs), record)
+        return self._in_layout(up), record
 
     def _add(self, now: RoundInProgress, chunk: list[Row], trained: Trained) -> None:
         """Add what some rows have trained to the sums of their members, and leave out members that diverged.
