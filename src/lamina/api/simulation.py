@@ -90,6 +90,9 @@ class Simulation(Training):
         aggregation: how the server combines what the clients send: "mean", "median", "trimmed_mean",
             "centred_clipping", or an object such as `lamina.aggregation.TrimmedMean(0.1)`. All but the mean keep the
             uploads of the whole cohort in memory.
+        channel: what an upload passes on its way to the mean, to send fewer bytes: a codec ("bf16", "fp16", "qsgd",
+            "sign", "topk", "randk", "sketch", or a table with a name and options), a list of codecs, or a table as the
+            section ``[channel]`` of an experiment file, such as {"codec": "sign", "feedback": True, "down": "bf16"}.
         loss: a name in `lamina.losses.LOSSES` (default "cross_entropy"), "module:function", or a function of (outputs,
             targets), all that the model returns and the targets, that returns one loss per sample [n];
             `lamina.losses.per_batch(function)` for one that returns a single number for a batch.
