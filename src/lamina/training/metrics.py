@@ -39,6 +39,7 @@ OTHER_COLUMNS = {
     "evaluating_nodes", "evaluation_bytes", *(column for columns in DIAGNOSTICS.values() for column in columns),
 }  # fmt: skip
 CLIENT_PREFIXES, CLIENT_SUFFIXES = ("client_", "heldout_", "node_"), ("_mean", "_worst10", "_std")
+SHARED = "shared_"  # prefix of columns of the shared model, beside those of the clients' own models
 NEEDS_LABELS = "needs class labels, and one output per class or one logit for two classes"
 
 
@@ -425,6 +426,26 @@ def of_column(column: str) -> Metric | None:
     name = column.removeprefix(prefix)
     suffix = next((suffix for suffix in CLIENT_SUFFIXES if name.endswith(suffix)), "")
     return known.get(name) or known.get(name.removesuffix(suffix))
+
+
+def client_mean(metric: str) -> str:
+    """Return the column with the mean of a metric over clients, each on its own test data."""
+    return f"client_{metric}_mean"
+
+
+def judged_column(metric: str, has: Callable[[str], bool]) -> str:
+    """Return the column that a run is judged by, given its first metric and which columns its history has.
+
+    It is the metric on the test data. If clients have models of their own, or there are no shared test data, it is the
+    mean over clients; with held-out clients only, it is theirs.
+
+    >>> judged_column("f1", ["f1", "client_f1_mean"].__contains__), judged_column("f1", ["client_f1_mean"].__contains__)
+    ('f1', 'client_f1_mean')
+    """
+    own = client_mean(metric)
+    if has(f"{SHARED}{own}"):
+        return own
+    return next(filter(has, (metric, own, f"heldout_{metric}")), metric)
 
 
 def is_metric(column: str) -> bool:
