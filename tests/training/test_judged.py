@@ -73,8 +73,9 @@ def test_without_test_data_of_the_clients_nothing_judges_them(caplog):
     with caplog.at_level(logging.WARNING):
         assert simulation(local_test=None).metric == "accuracy"
     assert "the test data see the shared model only" in caplog.text
-    with pytest.raises(lamina.BadInput, match=r"patience: clients have models of their own.*local_test"):
-        simulation(local_test=None, patience=2)
+    for more in ({}, {"test": None, "heldout_clients": [0]}):
+        with pytest.raises(lamina.BadInput, match=r"patience: clients have models of their own.*local_test"):
+            simulation(local_test=None, patience=2, **more)
 
 
 def test_one_model_for_all_is_judged_on_the_shared_test_data():

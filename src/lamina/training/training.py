@@ -52,7 +52,7 @@ from lamina.training.evaluation import (
 from lamina.training.history import History, Row
 from lamina.training.inputs import as_model
 from lamina.training.masks import with_mask
-from lamina.training.metrics import ACCURACY, LOSS, Metric
+from lamina.training.metrics import ACCURACY, LOSS, Metric, client_mean
 from lamina.training.preflight import check_evaluation, check_model, check_run
 from lamina.training.preflight.inputs import warn_of_padding
 from lamina.training.preflight.targets import check_settings
@@ -181,15 +181,16 @@ class Training:
                 record_trust_ratios=options.trust_ratios,
             )
 
-        if self.metric == self.metrics[0].name:  # on the test data, if there are any
-            if patience is not None and test is None:
-                raise BadInput(
-                    "patience counts evaluations on test data without a better value: give test=(x, y) or local_test=…"
-                )
-            if patience is not None and self.has_client_models:
+        first = self.metrics[0].name
+        if self.has_client_models and self.metric != client_mean(first):
+            if patience is not None:
                 raise BadInput(f"patience: {NO_OWN_TESTS}")
-            if self.has_client_models and test is not None:
+            if test is not None:
                 log.warning("the test data see the shared model only: %s", NO_OWN_TESTS)
+        elif patience is not None and test is None and self.metric == first:
+            raise BadInput(
+                "patience counts evaluations on test data without a better value: give test=(x, y) or local_test=0.2"
+            )
         names = tuple(options.diagnostics or ())
         if names and self.objective.private is not None:
             raise BadInput("diagnostics are about one model that all clients share: leave them out, or `private`")
