@@ -56,11 +56,11 @@ def test_clients_with_models_of_their_own_are_judged_by_them(caplog):
 
 
 def test_patience_and_the_best_model_follow_the_clients_own_models(tmp_path):
-    whole = simulation(out=tmp_path / "whole").run(30)
+    whole = simulation(out=tmp_path / "whole").run(12)
     own, shared = whole.column(OWN), whole.column("accuracy")
-    assert stop_round(own, 3) != stop_round(shared, 3)
-    short = simulation(patience=3, out=tmp_path / "short")
-    assert len(short.run(30)) == stop_round(own, 3) < 30
+    assert stop_round(own, 2) != stop_round(shared, 2)
+    short = simulation(patience=2, out=tmp_path / "short")
+    assert len(short.run(12)) == stop_round(own, 2) < 12
     assert own.index(max(own)) != shared.index(max(shared))
     assert round_of(tmp_path / "whole" / "best.safetensors")[0] == own.index(max(own)) + 1
     for record in find_records([tmp_path]):

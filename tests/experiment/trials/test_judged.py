@@ -32,7 +32,7 @@ def mean(numbers):
 
 
 def test_a_comparison_of_shared_and_own_models_judges_both_by_the_mean_over_clients(tmp_path):
-    result = lamina.compare(Network, (X, Y), BOTH, test=(X[:60], Y[:60]), clients=CLIENTS, local_test=0.3, seeds=2,
+    result = lamina.compare(Network, (X, Y), BOTH, test=(X[:60], Y[:60]), clients=CLIENTS, local_test=0.3, seeds=1,
                             lr=[0.01, 0.5], target=0.6, out=tmp_path / "c", **OPTIONS)  # fmt: skip
     assert {history.metric for histories in result.histories.values() for history in histories} == {OWN}
     table = result.table("fedavg")
@@ -87,3 +87,22 @@ def test_a_comparison_needs_no_shared_test_data():
     (history,) = result.histories["fedavg"]
     assert history.metric == OWN
     assert "accuracy" not in history.columns
+
+
+def test_every_run_stops_by_what_it_alone_is_judged_by(tmp_path):
+    result = lamina.compare(Network, (X, Y), BOTH, test=(X[:60], Y[:60]), clients=CLIENTS, local_test=0.3, seeds=1,
+                            lr=0.3, patience=2, out=tmp_path / "c", **{**OPTIONS, "rounds": 30})  # fmt: skip
+    for name, own in {"fedavg": "accuracy", "fedper": OWN}.items():
+        (history,) = result.histories[name]
+        scores = history.column(own)
+        best = scores.index(max(scores))
+        assert len(history) == best + 3 < 30
+        assert history.metric == OWN
+    assert all(record.complete for record in find_records([tmp_path / "c"]))
+
+
+def test_patterns_of_private_parts_are_checked_before_anything_runs(tmp_path):
+    wrong = {**BOTH, "typo": {"name": "fedavg", "private": ["haed.*"]}}
+    with pytest.raises(lamina.BadInput, match=r"private = 'haed\.\*' matches no trained parameter"):
+        lamina.compare(Network, (X, Y), wrong, clients=CLIENTS, local_test=0.3, out=tmp_path / "c", **OPTIONS)
+    assert not list(tmp_path.rglob("metrics.jsonl"))
