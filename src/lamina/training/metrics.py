@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lamina.base.errors import BadInput, short_repr, unknown
@@ -385,6 +385,7 @@ def _register(metric: Metric) -> None:
         )
     if metric.name not in METRICS:
         _own[metric.name] = metric
+        of_column.cache_clear()
 
 
 # --- descriptions in a run's folder -----------------------------------------------------------------------------------
@@ -411,6 +412,7 @@ def read_primary(config: Mapping[str, Any]) -> str | None:
 # --- columns ----------------------------------------------------------------------------------------------------------
 
 
+@cache  # for histories of many rounds, whose every row is asked
 def of_column(column: str) -> Metric | None:
     """Return the metric behind a column, such as f1 behind ``client_f1_worst10`` and ``f1@noisy``; None without one.
 
