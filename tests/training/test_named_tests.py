@@ -88,3 +88,49 @@ def test_of_data_by_client_a_dict_is_the_test_data_of_each():
     parts = {"north": (X[:40], DATA[1][:40]), "south": (X[40:], DATA[1][40:])}
     run = lamina.Simulation(nn.Linear(4, 2), parts, "fedavg", test=parts, lr=0.3, device="cpu")
     assert not any("@" in column for column in run.run(1).columns)
+
+
+PARTS = {"north": (X[:40], DATA[1][:40]), "south": (X[40:], DATA[1][40:])}
+FLIPPED = {name: (x.flip(1), y) for name, (x, y) in PARTS.items()}
+
+
+def by_client(test, **more):
+    torch.manual_seed(0)
+    return lamina.Simulation(nn.Linear(4, 2), PARTS, "fedavg", test=test, lr=0.3, device="cpu", **more)
+
+
+def test_named_sets_may_be_by_client(tmp_path):
+    run = by_client({"clean": PARTS, "flipped": FLIPPED}, out=tmp_path / "run")
+    row = run.run(1)[0]
+    alone = by_client(PARTS).run(1)[0]
+    assert {name: row[name] for name in alone if "accuracy" in name} == {
+        n: v for n, v in alone.items() if "accuracy" in n
+    }
+    assert row["accuracy@flipped"] == by_client(FLIPPED).run(1)[0]["accuracy"] != row["accuracy"]
+    again = by_client({"clean": PARTS, "flipped": FLIPPED}, out=tmp_path / "run")
+    assert again.run(1)[0]["accuracy@flipped"] == row["accuracy@flipped"]
+
+
+def test_named_sets_of_data_by_client_may_be_of_all_clients():
+    row = by_client({"clean": CLEAN, "noisy": NOISY}).run(1)[0]
+    assert row["accuracy"] == by_client(CLEAN).run(1)[0]["accuracy"]
+    assert row["accuracy@noisy"] == by_client(NOISY).run(1)[0]["accuracy"]
+
+
+@pytest.mark.parametrize("test", [{"north": CLEAN, "east": NOISY}, {"North": CLEAN, "SOUTH": NOISY}])
+def test_a_dict_with_a_client_is_by_client(test):
+    with pytest.raises(lamina.BadInput, match="has test data but no training data"):
+        by_client(test)
+
+
+def test_an_infinite_or_missing_number_on_a_further_set_is_seen(caplog):
+    sums = X.sum(1, keepdim=True)
+    tests = {"near": (X[:20], sums[:20]), "far": (X[:20], 1e30 * sums[:20])}
+    run = lamina.Simulation(nn.Linear(4, 1), (X, sums), "fedavg", test=tests, loss="mse", clients=4, device="cpu")
+    with pytest.raises(lamina.Diverged, match=r"the test loss of the new model \(loss@far\) is inf"):
+        run.run(1)
+    odd = lamina.Metric("odd", lambda outputs, targets: float("nan") if len(targets) == len(NOISY[1]) else 0.5)
+    simulation({"clean": CLEAN, "noisy": NOISY}, metrics=[odd]).run(2)
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "round 1: the metric 'odd@noisy' is NaN"
+    ]

@@ -137,3 +137,19 @@ def test_patience_needs_test_data_and_a_whole_number():
         simulation(test=None)
     with pytest.raises(lamina.BadInput, match="patience"):
         simulation(0)
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_it_makes_no_difference_where_a_call_of_run_ends(tmp_path, folder):
+    """The evaluation at the end of `run` counts only if one was due in that round."""
+    options = {"patience": 2, "evaluate_every": 2}
+    expected = len(simulation(**options).run(60))
+    assert expected < 60
+    run = simulation(**options, **({"out": tmp_path / "run"} if folder else {}))
+    for _ in range(20):
+        run.run(3)
+    assert len(run.history) == expected
+    assert "accuracy" in run.history[2]  # it was evaluated there
+    if folder:
+        assert find_records([tmp_path])[0].complete
+        assert len(simulation(**options, out=tmp_path / "run").run(60)) == expected

@@ -120,10 +120,17 @@ def compared_algorithms(given: Any) -> dict[str, Table]:
     0.05
     >>> list(compared_algorithms(["fedavg", algorithms.create("fedlada", alpha=0.05)]))
     ['fedavg', 'fedlada']
+    >>> compared_algorithms({"fedper": {"name": "fedavg", "private": ["head.*"]}})["fedper"]["private"]
+    ['head.*']
     """
     if isinstance(given, Mapping):
-        sections = {str(label): algorithm_section(algorithm) for label, algorithm in given.items()}
-        return {label: {"name": name, **options} for label, (name, options) in sections.items()}
+        tables = {}
+        for label, algorithm in given.items():
+            table = dict(algorithm) if isinstance(algorithm, Mapping) else {}
+            private = {"private": table.pop("private")} if "private" in table else {}
+            name, options = algorithm_section(table or algorithm)
+            tables[str(label)] = {"name": name, **options, **private}
+        return tables
     several = [given] if isinstance(given, str | algorithms.Algorithm) else list(given)
     tables = dict(map(algorithm_section, several))
     if len(tables) < len(several):

@@ -16,7 +16,7 @@ from lamina.algorithms.declaration import option_places
 from lamina.api.describe import algorithm_section, compared_algorithms, describe, kept_threads
 from lamina.base.errors import BadInput, nearest, short_repr, unknown
 from lamina.data.drawing import save_picture
-from lamina.experiment.config import Train
+from lamina.experiment.config import Experiment, Train
 from lamina.experiment.runs.records import Record, find_records
 from lamina.experiment.trials.compare import Comparison, label_folder
 from lamina.experiment.trials.trial import refuse_all_diverged
@@ -200,8 +200,9 @@ def compare(
         data: the training data as for `Simulation`, training and test data as `lamina.data.load` returns them, or the
             name of a data set.
         algorithms: algorithms or their names. A dict from names of your own to algorithms compares several of one
-            class: {"small": FedLada(alpha=0.05), "large": FedLada(alpha=0.5)}.
-        test: the test data, unless `data` includes them.
+            class: {"small": FedLada(alpha=0.05), "large": FedLada(alpha=0.5)}. A table may have `private`, for models
+            whose parts stay with the client: {"fedper": {"name": "fedavg", "private": ["head.*"]}}.
+        test: the test data, unless `data` includes them, or `local_test` gives every client its own.
         clients: as for `Simulation`.
         partition: as for `Simulation`.
         rounds: of every final run.
@@ -236,7 +237,7 @@ def compare(
     experiment = describe(
         model, data, test=test, clients=clients, partition=partition, settings=settings, compare=section
     )
-    _refuse_without_test(experiment.objects.data)
+    _refuse_without_test(experiment)
     folder, temporary = _folder(out)
     with kept_threads():
         comparison = Comparison(experiment, folder, overwrite=overwrite)
@@ -337,7 +338,7 @@ def tune(
         tune=section,
     )
     if select == "test":
-        _refuse_without_test(experiment.objects.data)
+        _refuse_without_test(experiment)
     folder, temporary = _folder(out)
     with kept_threads():
         tuning = Tuning(experiment, folder, overwrite=overwrite)
@@ -389,9 +390,10 @@ def _key(key: str, algorithm: str) -> str:
     raise BadInput(f"there is no setting '{key}' to tune{hint}")
 
 
-def _refuse_without_test(splits: Any) -> None:
-    if splits is not None and splits.test is None:
-        raise BadInput("the final runs are evaluated on test data: give test=(x, y)")
+def _refuse_without_test(experiment: Experiment) -> None:
+    splits, data = experiment.objects.data, experiment.data
+    if splits is not None and splits.test is None and data.local_test is None and data.heldout_clients is None:
+        raise BadInput("the final runs are evaluated on test data: give test=(x, y), or local_test=0.2")
 
 
 def _folder(out: str | Path | None) -> tuple[Path, tempfile.TemporaryDirectory[str] | None]:

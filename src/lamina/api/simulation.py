@@ -67,6 +67,7 @@ class Simulation(Training):
         algorithm: an algorithm, the name of one (its defaults), or a table {"name": "fedlamb", "decay": 0.01}.
         test: data to evaluate on; without it, metrics and loss are not reported. A dict names several test sets: runs
             are judged by the first, and the columns of the others end with their name, as in ``accuracy@noisy``.
+            Without it, runs are judged by the mean of `local_test` over clients, if it is given.
         metrics: what to report besides the loss, by names, functions of (outputs, targets) or `lamina.Metric` objects;
             the first is the one that runs are judged by. Unless given: the accuracy where there is one (class labels
             and one output per class, or one logit for labels 0 and 1; never with loss="mse"), else the loss.
@@ -103,7 +104,8 @@ class Simulation(Training):
         private: patterns of names, such as ["head.*"] or ["*.bn*"]: parameters and buffers that are never sent. Each
             client trains and keeps its own, from the initial values on. The metrics of `local_test` and
             `client_metrics` are then those of the clients' own models, and columns that begin with `shared_` are
-            those of the shared model; the test data see the shared model with the initial private values.
+            those of the shared model; the test data see the shared model with the initial private values. Runs are
+            judged by the mean of `local_test` over clients.
         seed: the source of all randomness; default 0.
         device: "auto" (a GPU if there is one), or any torch device.
         engine: "stacked" (clients as one model), "captured" (the model as it is, replayed on a GPU) or "loop";
@@ -111,7 +113,8 @@ class Simulation(Training):
         precision: the model's arithmetic: "fp32", "tf32", or "bf16" (weights and optimiser state stay float32).
         deterministic: on a GPU, the same bits in every run on the same machine, at some cost; a CPU gives them anyway.
         evaluate_every: evaluate on the test data after every n-th round, and at the end of `run`.
-        patience: stop when the first metric on the test data has not improved in so many evaluations.
+        patience: stop when the first metric on the test data has not improved in so many evaluations, not counting
+            those that only the end of `run` asked for.
         client_metrics: also report the metrics on every client's own training data (mean, worst 10 % and spread).
         trust_ratios: also report the trust ratios of the layer-wise methods, of every client's last local step.
         diagnostics: quantities of the papers' theory to report in the rounds that are evaluated, by name: "gradient",

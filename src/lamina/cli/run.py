@@ -67,8 +67,9 @@ def run(
         if isinstance(folder, RunFolder) and folder.ended:
             if folder.diverged is not None:
                 raise folder.diverged
-            more = "train.patience" if folder.history.has_stalled(experiment.train.patience) else "train.rounds"
-            base.print_complete(path, folder.history, more)
+            train = experiment.train
+            has_stalled = folder.history.has_stalled(train.patience, experiment.run.evaluate_every)
+            base.print_complete(path, folder.history, "train.patience" if has_stalled else "train.rounds")
             return
         done = running.resume([simulation], [folder])
         if done:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from lamina import algorithms, models
+from lamina.algorithms.contract import has_client_models
 from lamina.base import rng
 from lamina.base.errors import BadInput
 from lamina.base.registry import field_values
@@ -30,7 +31,7 @@ from lamina.rounds.schedules import Schedule, make_schedule
 from lamina.rounds.settings import TrainArguments, TrainSettings
 from lamina.storage.identity import splits_digest
 from lamina.training.inputs import as_algorithm, create_model, refuse_given
-from lamina.training.metrics import Metric, description, find_all
+from lamina.training.metrics import ACCURACY, Metric, description, find_all, of_column
 from lamina.training.training import RunOptions, Training
 
 THREADED_FROM = 1_000_000  # parameters; below this a second thread costs more than it brings
@@ -40,12 +41,15 @@ def load_data(experiment: Experiment) -> Splits:
     """Return the training and test data; with `data.validation`, held-out training data replace the test data."""
     data = experiment.data
     splits = experiment.objects.data or sources.load(data.name, data.dir, client=data.client, **data.options())
-    return splits if data.validation is None else hold_out(experiment, splits.train)
+    return splits if data.validation is None else hold_out(experiment, splits)
 
 
-def hold_out(experiment: Experiment, train: Dataset) -> Splits:
-    """Split off the part of the training data that settings are chosen on, in place of test data."""
-    data = experiment.data
+def hold_out(experiment: Experiment, splits: Splits) -> Splits:
+    """Split off the part of the training data that settings are chosen on, in place of test data.
+
+    It is by client if the test data are.
+    """
+    data, (train, test) = experiment.data, splits
     rest, held_out = train.holdout(cast(float, data.validation), experiment.train.seed)
     partition, heldout = build_partition(experiment), data.heldout_clients
     named = isinstance(heldout, Sequence) and all(isinstance(one, str) for one in heldout)
@@ -59,7 +63,14 @@ def hold_out(experiment: Experiment, train: Dataset) -> Splits:
                 f"settings, and the others would have other numbers: give "
                 f"heldout_clients as values of '{column}', or select on the test data (select = \"test\")"
             )
-    return Splits(rest, dataclasses.replace(held_out, client_column=None))  # all of it together chooses
+    if test is None or test.client_column is None:
+        held_out = dataclasses.replace(held_out, client_column=None)  # all of it together chooses
+    return Splits(rest, held_out)
+
+
+def has_own_models(experiment: Experiment) -> bool:
+    """Return whether clients use models of their own: with private parts, or by the algorithm."""
+    return bool(experiment.train.private) or has_client_models(build_algorithm(experiment))
 
 
 def build(experiment: Experiment, splits: Splits | None = None) -> Training:
@@ -168,7 +179,7 @@ def choose_threads(experiment: Experiment, parameters: int) -> int:
 def chosen_target(experiment: Experiment, metric: str) -> float | None:
     """Return the accuracy to reach; if runs are judged by another metric, its target in the file, if any."""
     compare = experiment.compare
-    return compare.target if metric == "accuracy" or "target" in compare.model_fields_set else None
+    return compare.target if of_column(metric) is ACCURACY or "target" in compare.model_fields_set else None
 
 
 def resolved(experiment: Experiment, simulation: Training) -> dict[str, Any]:

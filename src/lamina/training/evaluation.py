@@ -28,8 +28,21 @@ from lamina.objective.objective import Buffers, Objective
 from lamina.objective.outputs import join_outputs, main_element, map_outputs, outputs_of, select_samples
 from lamina.rounds.clients import Reserved
 from lamina.rounds.plan import RoundFacts
-from lamina.training.history import Row
-from lamina.training.metrics import ACCURACY, LABEL_METRICS, LOSS, METRICS, PERPLEXITY, Batch, Metric, Values, mean
+from lamina.training.history import History, Row
+from lamina.training.metrics import (
+    ACCURACY,
+    LABEL_METRICS,
+    LOSS,
+    METRICS,
+    PERPLEXITY,
+    SHARED,
+    Batch,
+    Metric,
+    Values,
+    judged_column,
+    mean,
+    of_column,
+)
 
 log = logging.getLogger(__name__)
 ClientModels = Callable[[int], tuple[Tensor, Buffers]]  # from a client's number to the model that it uses
@@ -37,7 +50,6 @@ ClientModels = Callable[[int], tuple[Tensor, Buffers]]  # from a client's number
 EVALUATION_BATCH = 1000  # samples at a time
 # input numbers at a time on a GPU, if that is more: small images come in large batches
 EVALUATION_NUMBERS_GPU = 8 << 20
-SHARED = "shared_"  # prefix of columns of the shared model, beside those of the clients' own models
 WEIGHT = "/weight"  # suffix of weight keys; not valid in a metric's name
 MOST_EVALUATED = 16_384  # samples; tokens are small, but their activations are not
 
@@ -248,12 +260,13 @@ def client_columns(metric: Metric, values: Values, group: ClientSamples) -> dict
     if not len(scores):
         return {f"{name}{group.suffix}": math.nan}
     worst = max(1, round(0.1 * len(scores)))
-    first = float(value_of(metric, values)) if group.pooled else float(scores.mean())
-    return {
-        f"{name}{group.suffix}": first,
-        f"{name}_worst10": float((scores[:worst] if metric.larger_is_better else scores[-worst:]).mean()),
-        f"{name}_std": float(scores.std()),
-    }
+    with np.errstate(invalid="ignore"):  # of infinite losses
+        first = float(value_of(metric, values)) if group.pooled else float(scores.mean())
+        return {
+            f"{name}{group.suffix}": first,
+            f"{name}_worst10": float((scores[:worst] if metric.larger_is_better else scores[-worst:]).mean()),
+            f"{name}_std": float(scores.std()),
+        }
 
 
 def predict_apart(
@@ -279,6 +292,17 @@ class Evaluation:
     test: Dataset | None
     clients: Sequence[ClientSamples] = ()
     more_tests: Mapping[str, Dataset] = field(default_factory=dict)  # further test data by name
+
+    def judged_column(self, metric: str, own_models: bool) -> str:
+        """Return the column that a run is judged by, given its first metric and whether clients have their own models.
+
+        A history finds the same column in its rows.
+        """
+        columns = set() if self.test is None else {metric}
+        for group in self.clients:
+            column = f"{group.prefix}{metric}{group.suffix}"
+            columns |= {column, f"{SHARED}{column}"} if own_models and group.clients else {column}
+        return judged_column(metric, columns.__contains__)
 
     def start(
         self, objective: Objective, x: Tensor, buffers: Buffers, model_of: ClientModels | None = None
@@ -348,8 +372,13 @@ def round_row(
 
 
 def warn_of_nan(row: Row, earlier: Sequence[Row], metrics: Sequence[Metric]) -> None:
-    """Warn of metrics that are NaN in a round and were not before; a loss that is not finite is `Diverged` instead."""
-    for name in (metric.name for metric in metrics if math.isfinite(row.get("loss", 0.0))):
+    """Warn of metrics that are NaN in a round and were not before; a loss that is not finite is `Diverged` instead.
+
+    These are the metrics on all test data, and the column that the run is judged by.
+    """
+    columns = {History([row], metric.name).metric for metric in metrics}
+    columns |= {column for column in row if column.partition("@")[0] in {metric.name for metric in metrics}}
+    for name in () if _lost_loss(row) else sorted(columns):
         if math.isnan(row.get(name, 0.0)) and not any(math.isnan(one.get(name, 0.0)) for one in earlier):
             log.warning(
                 "round %d: the metric '%s' is NaN; rounds without a number count for nothing: not for the best value, "
@@ -359,11 +388,19 @@ def warn_of_nan(row: Row, earlier: Sequence[Row], metrics: Sequence[Metric]) -> 
             )
 
 
+def _lost_loss(row: Row) -> str:
+    """Return the column of the first loss that is not finite, on whatever test data; empty if all are."""
+    losses = (column for column in row if of_column(column) is LOSS and not column.startswith("node_"))
+    return next((column for column in losses if not math.isfinite(row[column])), "")
+
+
 def refuse_nonfinite(row: Row) -> None:
     """Raise `Diverged` for a round whose weights are finite but whose test loss is not."""
-    if not math.isfinite(row.get("loss", 0.0)):
+    column = _lost_loss(row)
+    if column:
         raise Diverged(
-            f"round {row['round']}: the test loss of the new model is {row['loss']}; "
+            f"round {row['round']}: the test loss of the new model{f' ({column})' * (column != 'loss')} is "
+            f"{row[column]}; "
             f"lower the learning rate (now {row['lr']:g}) or clip the gradients. All rounds are kept",
             round=int(row["round"]),
             client=None,

@@ -16,7 +16,7 @@ from lamina.base.columns import Columns
 from lamina.base.columns import Row as Row
 from lamina.base.errors import BadInput, MissingExtra, missing_extra, nearest, short_repr
 from lamina.base.text import html_table
-from lamina.training.metrics import is_metric, smaller_is_better
+from lamina.training.metrics import is_metric, judged_column, of_column, smaller_is_better
 
 LONGEST_SHOWN, SHOWN_AT_ENDS = 30, 5  # rows of a history that is printed
 LAST_ROUNDS = 10  # of a final value: the best round alone would favour methods whose curve swings
@@ -108,12 +108,19 @@ class History(Sequence[Row]):
 
     @property
     def metric(self) -> str:
-        """The column that tells how good the model is: the run's first metric, or the loss where there is none."""
-        if self._metric is not None:
-            return self._metric
-        columns = self.columns
-        metrics = [column for column in columns if is_metric(column) and column != "loss"]
-        return metrics[0] if metrics else "loss" if "loss" in columns else "accuracy"
+        """The column that tells how good the model is: of the run's first metric, or of the loss where there is none.
+
+        If clients have models of their own, or only they have test data, it is the mean over clients.
+        """
+        name = self._metric
+        if name is None:
+            names = [metric.name for metric in map(of_column, self.columns) if metric is not None]
+            name = next((one for one in names if one != "loss"), "loss" if names else "accuracy")
+        return judged_column(name, self._has)
+
+    def _has(self, column: str) -> bool:
+        """Return whether some row has a column."""
+        return column in self.rows.names if isinstance(self.rows, Columns) else any(column in row for row in self.rows)
 
     def column(self, name: str, *, optional: bool = False) -> list[float]:
         """Return one column, with NaN where a round has no such value (it was not evaluated).
@@ -126,12 +133,10 @@ class History(Sequence[Row]):
     def array(self, name: str, *, optional: bool = False) -> NDArray[np.float64]:
         """Return one column as an array; the arguments are those of `column`."""
         if isinstance(self.rows, Columns):
-            is_known = name in self.rows.names
             values = self.rows.floats(name)
         else:
-            is_known = any(name in row for row in self.rows)
             values = np.array([float(row.get(name, math.nan)) for row in self.rows])
-        if len(self.rows) and not optional and not is_known:
+        if len(self.rows) and not optional and not self._has(name):
             raise self._no_column(name)
         return values
 
@@ -201,15 +206,20 @@ class History(Sequence[Row]):
         levels[is_measured] = worst.accumulate(means[::-1])[::-1]
         return levels
 
-    def has_stalled(self, patience: int | None) -> bool:
+    def has_stalled(self, patience: int | None, every: int = 1) -> bool:
         """Return whether none of the last `patience` values of `metric` is better than all before; False if None.
+
+        Only the evaluations of every n-th round count, so that it makes no difference where `run` ended between them.
 
         >>> history = History([{"round": i + 1, "loss": loss} for i, loss in enumerate([0.9, 0.5, 0.5, 0.6])])
         >>> history.has_stalled(2), history.has_stalled(3)
         (True, False)
         """
-        values = self._finite(self.metric, optional=True)
-        if patience is None or not len(values):
+        if patience is None or not len(self.rows):
+            return False
+        values = self.array(self.metric, optional=True)
+        values = values[~np.isnan(values) & (self.array("round") % every == 0)]
+        if not len(values):
             return False
         best = values.argmin() if smaller_is_better(self.metric) else values.argmax()  # the first of equal values
         return len(values) - 1 - int(best) >= patience

@@ -64,18 +64,26 @@ def as_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None]:
 def as_named_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None, dict[str, Dataset]]:
     """Return training data, the test data that runs are judged by, and further test data by name.
 
-    A dict holds test sets by name, the first of which is the one that runs are judged by; unless the training data are
-    by client: then it holds the test data of each.
+    A dict holds test sets by name, the first of which is the one that runs are judged by. If the training data are by
+    client and some key is one of the clients, it holds the test data of each.
     """
     if isinstance(test, Mapping) and not hub.is_hub_dataset(test):
         data, _ = as_splits(data)
-        if data.client_column is None:
+        if not _has_client(data, test):
             if not test or not all(isinstance(name, str) and name.isidentifier() for name in test):
                 raise BadInput(f"test is a dict with the keys {short_repr(list(test))}: name every test set by a word")
             named = {name: as_splits(data, each)[1] for name, each in test.items()}
             first, *others = ((name, each) for name, each in named.items() if each is not None)
             return data, first[1], dict(others)
     return *as_splits(data, test), {}
+
+
+def _has_client(train: Dataset, test: Mapping[Any, Any]) -> bool:
+    """Return whether some key of a dict of test data is a client of the training data, or written almost like one."""
+    if train.client_column is None:
+        return False
+    clients = {str(name).casefold() for name in train.columns[train.client_column].tolist()}
+    return any(str(key).casefold() in clients for key in test)
 
 
 def _check_clients(train: Dataset, test: Dataset) -> None:

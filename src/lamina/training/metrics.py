@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lamina.base.errors import BadInput, short_repr, unknown
@@ -39,6 +39,7 @@ OTHER_COLUMNS = {
     "evaluating_nodes", "evaluation_bytes", *(column for columns in DIAGNOSTICS.values() for column in columns),
 }  # fmt: skip
 CLIENT_PREFIXES, CLIENT_SUFFIXES = ("client_", "heldout_", "node_"), ("_mean", "_worst10", "_std")
+SHARED = "shared_"  # prefix of columns of the shared model, beside those of the clients' own models
 NEEDS_LABELS = "needs class labels, and one output per class or one logit for two classes"
 
 
@@ -384,6 +385,7 @@ def _register(metric: Metric) -> None:
         )
     if metric.name not in METRICS:
         _own[metric.name] = metric
+        of_column.cache_clear()
 
 
 # --- descriptions in a run's folder -----------------------------------------------------------------------------------
@@ -410,6 +412,7 @@ def read_primary(config: Mapping[str, Any]) -> str | None:
 # --- columns ----------------------------------------------------------------------------------------------------------
 
 
+@cache  # for histories of many rounds, whose every row is asked
 def of_column(column: str) -> Metric | None:
     """Return the metric behind a column, such as f1 behind ``client_f1_worst10`` and ``f1@noisy``; None without one.
 
@@ -425,6 +428,26 @@ def of_column(column: str) -> Metric | None:
     name = column.removeprefix(prefix)
     suffix = next((suffix for suffix in CLIENT_SUFFIXES if name.endswith(suffix)), "")
     return known.get(name) or known.get(name.removesuffix(suffix))
+
+
+def client_mean(metric: str) -> str:
+    """Return the column with the mean of a metric over clients, each on its own test data."""
+    return f"client_{metric}_mean"
+
+
+def judged_column(metric: str, has: Callable[[str], bool]) -> str:
+    """Return the column that a run is judged by, given its first metric and which columns its history has.
+
+    It is the metric on the test data. If clients have models of their own, or there are no shared test data, it is the
+    mean over clients; with held-out clients only, it is theirs.
+
+    >>> judged_column("f1", ["f1", "client_f1_mean"].__contains__), judged_column("f1", ["client_f1_mean"].__contains__)
+    ('f1', 'client_f1_mean')
+    """
+    own = client_mean(metric)
+    if has(f"{SHARED}{own}"):
+        return own
+    return next(filter(has, (metric, own, f"heldout_{metric}")), metric)
 
 
 def is_metric(column: str) -> bool:

@@ -52,12 +52,16 @@ from lamina.training.evaluation import (
 from lamina.training.history import History, Row
 from lamina.training.inputs import as_model
 from lamina.training.masks import with_mask
-from lamina.training.metrics import ACCURACY, LOSS, Metric
+from lamina.training.metrics import ACCURACY, LOSS, Metric, client_mean
 from lamina.training.preflight import check_evaluation, check_model, check_run
 from lamina.training.preflight.inputs import warn_of_padding
 from lamina.training.preflight.targets import check_settings
 
 log = logging.getLogger(__name__)
+NO_OWN_TESTS = (
+    "clients have models of their own, which are judged on the clients' own test data: give local_test=0.2 ([data] "
+    "local_test), or test data by client"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +131,6 @@ class Training:
         patience: int | None = None,
         more_tests: Mapping[str, Dataset] | None = None,
     ) -> None:
-        if patience is not None and test is None:
-            raise BadInput("patience counts evaluations on test data without a better value: give test=(x, y)")
         self.patience = None if patience is None else check_count("patience", patience)
         # what trains, by which settings, where
         self.algorithm, self.protocol, self.options, self.device = algorithm, protocol, options, device
@@ -180,10 +182,15 @@ class Training:
                 record_trust_ratios=options.trust_ratios,
             )
 
-        if self.has_client_models and self.test_data is not None:
-            log.warning(
-                "the test data see the shared model, without the clients' own parts; comparisons, tuning, patience and "
-                "the best model follow that: for the clients' own models, see the columns client_…_mean (local_test)"
+        first = self.metrics[0].name
+        if self.has_client_models and self.metric != client_mean(first):
+            if patience is not None:
+                raise BadInput(f"patience: {NO_OWN_TESTS}")
+            if test is not None:
+                log.warning("the test data see the shared model only: %s", NO_OWN_TESTS)
+        elif patience is not None and test is None and self.metric == first:
+            raise BadInput(
+                "patience counts evaluations on test data without a better value: give test=(x, y) or local_test=0.2"
             )
         names = tuple(options.diagnostics or ())
         if names and self.objective.private is not None:
@@ -265,12 +272,12 @@ class Training:
     @property
     def has_stopped(self) -> bool:
         """Whether the run has ended early: no better value of the metric within `patience` evaluations."""
-        return self.history.has_stalled(self.patience)
+        return self.history.has_stalled(self.patience, self.options.evaluate_every)
 
     @property
     def metric(self) -> str:
-        """The name of the metric that the run is judged by."""
-        return self.metrics[0].name
+        """The column that the run is judged by: of the first metric."""
+        return self.evaluation.judged_column(self.metrics[0].name, self.has_client_models)
 
     def evaluate(self) -> dict[str, float]:
         """Return the loss and the metrics of the current model on the test data, and on clients' data if enabled."""
@@ -322,7 +329,7 @@ class Training:
                 "client_metrics evaluates on the clients' training data, and local_test or test data by client do not: "
                 "give one"
             )
-        if not parts or (chosen is None and self.metric != "accuracy"):
+        if not parts or (chosen is None and self.metrics[0] is not ACCURACY):
             raise BadInput(
                 "client_metrics needs an accuracy (class labels, one output per class or one logit for two, a loss "
                 "other than 'mse') and clients that keep their data"

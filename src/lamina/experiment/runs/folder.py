@@ -96,7 +96,7 @@ class RunFolder:
         self.config = as_json({"lamina": lamina.__version__, "format": FORMAT, **config})
         accept = bool(self.config["run"].get("accept_changed_code"))
         self.checkpoints = Checkpoints(path / "checkpoints", accept_changed_code=accept)
-        self._metric = read_primary(self.config)  # the column that the best model is chosen by
+        self._metric = read_primary(self.config)  # the first one, by which the best model is chosen
         self.history = History(metric=self._metric)  # the rounds found in the folder
         self.partition: Mapping[str, Any] | None = None  # the content of partition.json, if it is to be written
         self.model: Mapping[str, Any] | None = None  # the content of model.json
@@ -380,7 +380,7 @@ class BestModel:
 
     def _rank(self, row: Row) -> float:
         """Return how good an evaluated model is; larger is better, and one that was not evaluated is the worst."""
-        metric = self._metric or History([row]).metric
+        metric = History([row], self._metric).metric
         return score_key(row.get(metric, math.nan), metric)
 
     def save(self, trained: Trainer) -> None:

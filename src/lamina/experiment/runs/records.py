@@ -21,7 +21,7 @@ from lamina.storage import identity
 from lamina.storage.files import check_writable, writing_to
 from lamina.storage.leases import is_lease, take
 from lamina.training.history import History
-from lamina.training.metrics import read_primary
+from lamina.training.metrics import is_metric, read_primary
 
 FORMAT = 1  # of a run's folder; others are refused
 # keys that do not change the result, and so do not tell one run from another
@@ -97,6 +97,10 @@ class Record:
         """Return the round from which the run stays at a target (`History.settling_round`); None if it diverged."""
         return None if self.diverged is not None else self.history.settling_round(target, name, optional=True)
 
+    def judged_by(self, column: str) -> Record:
+        """Return the run with a history that is judged by another column."""
+        return dataclasses.replace(self, history=History(self.history.rows, column))
+
     @property
     def on_validation_data(self) -> bool:
         """Return whether it was evaluated on held-out training data instead of the test data."""
@@ -109,20 +113,36 @@ class Record:
 
 
 def has_all_rounds(history: History, config: Mapping[str, Any]) -> bool:
-    """Return whether a history ends where the run of a configuration does: at its last round, or stopped early."""
-    train = config["train"]
-    return len(history) >= int(train["rounds"]) or history.has_stalled(train.get("patience"))
+    """Return whether a history ends where the run of a configuration does: at its last round, or stopped early.
+
+    A run stops by the column that it is judged by alone, whatever a comparison judges it by.
+    """
+    rounds, patience = int(config["train"]["rounds"]), config["train"].get("patience")
+    every = int(config.get("run", {}).get("evaluate_every", 1))
+    if len(history) >= rounds or patience is None:
+        return len(history) >= rounds
+    return History(history.rows, read_primary(config)).has_stalled(patience, every)
 
 
 def find_records(paths: Iterable[str | Path], known: dict[Path, MetricsFile] | None = None) -> list[Record]:
     """Return every run in the given folders, at any depth.
+
+    If some are judged by the mean over clients and all have that column, all are judged by it.
 
     To look at growing runs again and again, pass the same dict as `known` every time: of metrics files in it, only the
     new lines are read.
     """
     known = {} if known is None else known
     folders = find_folders(paths)
-    return [read_record(folder, known.setdefault(folder, MetricsFile(folder / "metrics.jsonl"))) for folder in folders]
+    records = [
+        read_record(folder, known.setdefault(folder, MetricsFile(folder / "metrics.jsonl"))) for folder in folders
+    ]
+    evaluated = [record.history for record in records if record.history.metric in record.history.columns]
+    judged = {history.metric for history in evaluated}
+    for column in sorted(judged if len(judged) > 1 else ()):
+        if not is_metric(column) and all(column in history.columns for history in evaluated):
+            return [record.judged_by(column) for record in records]
+    return records
 
 
 def find_folders(paths: Iterable[str | Path]) -> list[Path]:

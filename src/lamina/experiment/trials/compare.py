@@ -21,13 +21,14 @@ import lamina
 from lamina import algorithms
 from lamina.base.errors import BadInput, is_whole
 from lamina.base.text import plural
-from lamina.experiment.build import build_algorithm, build_schedule, chosen_target, resolved
+from lamina.experiment.build import build_algorithm, build_parts, build_schedule, chosen_target, resolved
 from lamina.experiment.config import AlgorithmSection, Experiment
-from lamina.experiment.runs.records import FORMAT, REPLACED, delete_runs, is_ours, read_json, read_record
+from lamina.experiment.runs.records import FORMAT, REPLACED, delete_runs, is_ours, read_json
 from lamina.experiment.sections import Named
 from lamina.experiment.trials.settings import Range, Settings, folder_name, neighbours, points, written
 from lamina.experiment.trials.trial import Trial, refuse_nan
 from lamina.experiment.trials.trials import Job, Trials, tuned_on_a_reported_seed, tuning_seed
+from lamina.objective.objective import Objective, copy_module
 from lamina.storage.files import write_csv, write_json, writing_to
 from lamina.training.metrics import is_percent
 
@@ -66,9 +67,14 @@ class Comparison(Trials):
                 )
         self._choices = all_points(experiment)
         first = with_algorithm(experiment, spec.algorithms[0])
-        simulation = self._load(first)
+        every = [with_algorithm(experiment, name) for name in spec.algorithms]
+        simulation = self._load(first, every)
+        for each in every:  # refuses patterns of private parts that fit no name, before anything runs
+            _, protocol, *_ = build_parts(each)
+            Objective(copy_module(simulation.objective.module), protocol.loss, protocol.private)
         if is_percent(self.metric) and not 0 < spec.target <= 1:
-            raise BadInput(f"compare.target = {spec.target:g}: must be an {self.metric} above 0 and up to 1, as 0.9")
+            value = f"{'an' if self.metric[0] in 'aeiou' else 'a'} {self.metric}"
+            raise BadInput(f"compare.target = {spec.target:g}: must be {value} above 0 and up to 1, as 0.9")
         self._config = {"lamina": lamina.__version__, "format": FORMAT, **resolved(first, simulation)}
         del self._config["algorithm"]  # each method has its own, with its own rate
         self._config.pop("title", None)  # as it has its own title
@@ -138,7 +144,7 @@ class Comparison(Trials):
         }
         yield list(jobs.values())
         for i, job in jobs.items():
-            trials[i] = Trial(job.folder.name, self._choices[name][i], [read_record(job.folder).up_to(rounds)])
+            trials[i] = Trial(job.folder.name, self._choices[name][i], [self._record(job.folder).up_to(rounds)])
 
     def _new_job(self, name: str, settings: Settings, seed: int, stage: Sequence[int] = ()) -> Job:
         """Return a final run or, with the rounds of a stage and of those after it, a tuning run."""
@@ -174,8 +180,7 @@ class Comparison(Trials):
         lines = []
         spec, given = self.experiment.compare, self.experiment.train.lr
         if any(len(choice) > 1 for choice in self._choices.values()):
-            held_out = f"{spec.validation:.0%} of the training data, held out"
-            on = held_out if spec.select == "validation" else "the test data"
+            on = self._held_out() if spec.select == "validation" else "the test data"
             what = "rates" if all(choice[0].keys() == {"lr"} for choice in self._choices.values()) else "settings"
             *stages, rounds = tuning_rounds(self.experiment)
             first = f"first {rounds} rounds" if rounds > 1 else "first round"
@@ -219,7 +224,7 @@ class Comparison(Trials):
         self.entries, self._config["algorithms"] = [], {}
         for name in filter(self._final.__contains__, self._choices):
             settings, jobs, candidates = self._final[name]
-            records = [read_record(job.folder) for job in jobs if job in self._ended]
+            records = [self._record(job.folder) for job in jobs if job in self._ended]
             if records:
                 self.entries.append(Trial(name, settings, records, len(jobs), candidates=candidates))
                 self._config["algorithms"][name] = {"lr": settings["lr"], **records[-1].config["algorithm"]}
@@ -295,17 +300,18 @@ def label_folder(label: str) -> str:
 def with_algorithm(experiment: Experiment, label: str, settings: Settings | None = None) -> Experiment:
     """Return the experiment with one algorithm of its comparison, and settings of its grid.
 
-    Options are those of [algorithm] if it is about that one, then of [compare.options], then the settings'.
+    Options are those of [algorithm] if it is about that one, then of [compare.options], then the settings'. There,
+    `private` says which parts of the model stay with the client in the runs of this one.
     """
     section, name = experiment.algorithm, experiment.compare.algorithm_of(label)
     options = {"preset": section.preset, **section.options()} if section.name == name else {}
     table = {key: value for key, value in experiment.compare.options.get(label, {}).items() if key != "name"}
     tried = dict(settings or {})
-    lr = tried.pop("lr", experiment.train.lr)
+    train = {"lr": tried.pop("lr", experiment.train.lr), "private": table.pop("private", experiment.train.private)}
     if "name" in tried:
         raise BadInput(f"[compare.grid.{label}] has no key 'name': the table's own name says which algorithm it is")
     preset = {**table, **tried}.get("preset", "")
     if not isinstance(preset, str):
         raise BadInput(f"compare.options.{label}.preset = {preset!r}: must be the name of a preset")
     chosen = AlgorithmSection(name=name, **{**options, **table, **tried})
-    return experiment.changed(train={"lr": lr}).model_copy(update={"algorithm": chosen})
+    return experiment.changed(train=train).model_copy(update={"algorithm": chosen})

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from lamina.base.errors import BadInput, Diverged
-from lamina.experiment.runs.records import Record, read_record
+from lamina.experiment.runs.records import Record
 from lamina.experiment.trials.settings import Settings, written
 from lamina.training.history import History, mean, score_key, values
 
@@ -76,11 +75,6 @@ class Trial:
     def score_key(self) -> float:
         """Return a score by which trials are sorted: larger is better."""
         return score_key(self.score, self.histories[0].metric) if self.records else -math.inf
-
-
-def read_begun(folders: Iterable[Path]) -> list[Record]:
-    """Return the records of the runs that have begun."""
-    return [read_record(folder) for folder in folders if (folder / "metrics.jsonl").exists()]
 
 
 def refuse_nan(what: str, metric: str, trials: Sequence[Trial]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from lamina.base.errors import BadInput
 from lamina.data.dataset import Splits
 from lamina.engines.stacked.engine import Stacked
-from lamina.experiment.build import build, hold_out, load_data, resolved
+from lamina.experiment.build import build, has_own_models, hold_out, load_data, resolved
 from lamina.experiment.config import Compare, Experiment, Tune
 from lamina.experiment.runs.folder import RunFolder
 from lamina.experiment.runs.log_lines import LogLines
@@ -36,8 +36,9 @@ from lamina.experiment.runs.tensorboard import TensorBoard
 from lamina.storage.files import as_json
 from lamina.storage.leases import Lease, Owner, claim, count_joined, is_held, join, lost, others, turn
 from lamina.training.history import Row
+from lamina.training.metrics import client_mean
 from lamina.training.population import mismatch
-from lamina.training.training import Training
+from lamina.training.training import NO_OWN_TESTS, Training
 
 # Runs that train as one: more gain little, and leave nothing for other processes. Each holds a few files and its model.
 MAX_POPULATION = {"cpu": 16, "cuda": 32}
@@ -110,13 +111,22 @@ class Trials:
         self._unchecked: set[Path] = set()  # folders of runs that may have been trained with other settings
         self._lease: Lease | None = None  # shows the other processes that this one shares the folder
 
-    def _load(self, experiment: Experiment) -> Training:
-        """Load the data and build one run, whose device all other runs use."""
+    def _load(self, experiment: Experiment, others: Iterable[Experiment] = ()) -> Training:
+        """Load the data and build one run, whose device all other runs use.
+
+        If clients have models of their own in it or in others of the trials, all trials are judged by the mean over
+        clients, each on its own test data.
+        """
         self._loaded = load_data(experiment)
         simulation = build(experiment, self._loaded)
         if simulation.test_data is not None:  # on the device already: else every run would copy them
             self._loaded = Splits(simulation.train_data, simulation.test_data)
-        self.metric, self._can_stack = simulation.metric, isinstance(simulation.engine, Stacked)
+        self._own_models = any(map(has_own_models, [experiment, *others]))
+        first = simulation.metrics[0].name
+        self.metric = simulation.evaluation.judged_column(first, self._own_models)
+        if self._own_models and self.metric != client_mean(first):
+            raise BadInput(NO_OWN_TESTS)
+        self._can_stack = isinstance(simulation.engine, Stacked)
         self._device_type = simulation.device.type
         return simulation
 
@@ -124,6 +134,13 @@ class Trials:
     def score_name(self) -> str:
         """Return the name of the score that settings are chosen by."""
         return f"final {self._section.select} {self.metric}"
+
+    def _held_out(self) -> str:
+        """Return which part of the training data settings are chosen on."""
+        data, fraction = self.experiment.data, self._section.validation
+        if self.metric.startswith("client_") and data.local_test is not None:
+            return f"{data.local_test:.0%} of every client's training data, held out"
+        return f"{fraction:.0%} of the training data, held out"
 
     @property
     def target(self) -> float | None:
@@ -322,7 +339,11 @@ class Trials:
 
     def _end(self, job: Job) -> None:
         self._ended[job] = None
-        self.on_end(job, read_record(job.folder))
+        self.on_end(job, self._record(job.folder))
+
+    def _record(self, folder: Path) -> Record:
+        """Return a run, judged by the column that all trials are judged by."""
+        return read_record(folder).judged_by(self.metric)
 
     def _splits_of(self, experiment: Experiment) -> Splits:
         """Return the data of a run; every seed holds out samples of its own."""
@@ -330,7 +351,7 @@ class Trials:
         if held_out is None:
             return self._loaded
         if (held_out, seed) not in self._splits:
-            self._splits[held_out, seed] = hold_out(experiment, self._loaded.train)
+            self._splits[held_out, seed] = hold_out(experiment, self._loaded)
         return self._splits[held_out, seed]
 
 
@@ -372,8 +393,8 @@ def has_ended(job: Job) -> bool:
         return True
     if not (job.folder / "model.safetensors").exists():
         return False
-    history = read_record(job.folder).history
-    return len(history) >= job.rounds or history.has_stalled(job.experiment.train.patience)
+    history, experiment = read_record(job.folder).history, job.experiment
+    return len(history) >= job.rounds or history.has_stalled(experiment.train.patience, experiment.run.evaluate_every)
 
 
 def stackable(runs: list[_Open]) -> list[list[_Open]]:

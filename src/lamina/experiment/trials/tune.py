@@ -34,7 +34,7 @@ from lamina.experiment.runs.records import (
 from lamina.experiment.toml import as_toml, fits_any_data, set_keys
 from lamina.experiment.trials.settings import Grid, Range, Settings, folder_name, points, written
 from lamina.experiment.trials.study import Study, find_space, remove_study
-from lamina.experiment.trials.trial import Trial, read_begun, refuse_nan
+from lamina.experiment.trials.trial import Trial, refuse_nan
 from lamina.experiment.trials.trials import WAIT_S, Job, Trials, tuned_on_a_reported_seed, tuning_seed
 from lamina.storage.files import as_json, write_csv, write_json, writing_to
 from lamina.training.history import Row, mean
@@ -124,9 +124,7 @@ class Tuning(Trials):
             rounds, seed = experiment.train.rounds, experiment.train.seed
             self._study = Study(folder, self.space, pruner=spec.pruner, rounds=rounds, seed=seed)
             checked = [{key: value} for key, values in self.space.items() for value in values.samples]
-        for settings in checked:
-            with_settings(experiment, settings)
-        simulation = self._load(experiment)
+        simulation = self._load(experiment, [with_settings(experiment, settings) for settings in checked])
         for key, values in self.space.items():
             if key.startswith("model."):  # a model checks its options when it is built
                 for value in values.samples:
@@ -181,7 +179,8 @@ class Tuning(Trials):
         return [self._job(experiment, seed, f"{name}/seed{seed}", label, algorithm) for seed in self.seeds]
 
     def _read(self, name: str, settings: Settings, pruned: bool = False) -> Trial:
-        records = read_begun(self.folder / name / f"seed{seed}" for seed in self.seeds)
+        folders = [self.folder / name / f"seed{seed}" for seed in self.seeds]
+        records = [self._record(folder) for folder in folders if (folder / "metrics.jsonl").exists()]
         return Trial(name, settings, records, self.spec.seeds, pruned)
 
     def _run_grid(self) -> bool:
@@ -316,7 +315,7 @@ class Tuning(Trials):
         """Return which data the choice was made on."""
         if self.spec.select == "test":
             return "the test data, as the papers do: what the best reaches there is too good"
-        return f"{self.spec.validation:.0%} of the training data, held out"
+        return self._held_out()
 
     @property
     def _columns(self) -> tuple[str, str]:
