@@ -7,6 +7,7 @@ on the same clients and batches, and a resumed run continues exactly.
 from __future__ import annotations
 
 import builtins
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,6 +58,11 @@ class RoundPlan(RoundFacts):
         return dropout_streams(self.streams[c : c + 1], k + 1)[:, k]
 
 
+def cohort_size(clients: int, participation: float) -> int:
+    """Return the number of active clients in a round; under `sampling = "bernoulli"`, about their expected number."""
+    return max(1, builtins.round(participation * clients))
+
+
 def sample_counters(steps: int, width: int) -> Indices:
     """Return a counter for every sample of a client's round [steps, width]; it does not depend on the batch size."""
     return (np.arange(steps, dtype=np.int64)[:, None] << 32) + np.arange(width, dtype=np.int64)
@@ -84,16 +90,44 @@ class Plan:
     def cohort(self, round: int) -> Indices:
         """Return the active clients: exactly max(1, round(C N)) of them, or each with an independent probability.
 
-        The time it takes depends on the size of the cohort, not on the number of clients.
+        The time it takes depends on the size of the cohort, not on the number of clients. With `min_separation`, round
+        r draws from one of so many groups of clients, number r modulo `min_separation`.
         """
-        n, fraction, seed = self.clients.count, self.protocol.participation, self.protocol.seed
-        if self.protocol.sampling == "exact":
-            return rng.sample(rng.key(seed, "cohort", round), n, max(1, builtins.round(fraction * n)))
+        protocol, count, groups = self.protocol, self.clients.count, self._groups
+        fraction, seed = protocol.participation, protocol.seed
+        group = None if groups is None else groups[round % len(groups)]
+        n = count if group is None else len(group)
+        if protocol.sampling == "exact":
+            drawn = rng.sample(rng.key(seed, "cohort", round), n, cohort_size(count, fraction))
+        else:
+            drawn = self._tossed(round, n, fraction if group is None else min(1.0, fraction * count / n))
+        return drawn if group is None else group[drawn]
+
+    def _tossed(self, round: int, n: int, probability: float) -> Indices:
+        """Return those of n clients whose coin shows heads, at most `cohort_cap` of them."""
+        seed, cap = self.protocol.seed, self.protocol.cohort_cap
         for attempt in range(MOST_REDRAWS):  # an empty cohort is drawn again
-            cohort = rng.coins(rng.key(seed, "cohort", round, attempt), n, fraction)
-            if len(cohort):
-                return cohort
-        raise BadInput(f"participation = {fraction:g} of {plural(n, 'client')} draws no client: raise it")
+            drawn = rng.coins(rng.key(seed, "cohort", round, attempt), n, probability)
+            if cap is not None and len(drawn) > cap:
+                return drawn[rng.sample(rng.key(seed, "cap", round), len(drawn), cap)]
+            if len(drawn):
+                return drawn
+        raise BadInput(f"participation = {probability:g} of {plural(n, 'client')} draws no client: raise it")
+
+    @functools.cached_property
+    def _groups(self) -> list[Indices] | None:
+        """The clients in so many random groups of equal size (± 1) that a client's rounds are far enough apart."""
+        separation, count, fraction = self.protocol.min_separation, self.clients.count, self.protocol.participation
+        if separation is None:
+            return None
+        size, smallest = cohort_size(count, fraction), count // separation
+        if size > smallest:
+            raise BadInput(
+                f"participation = {fraction:g} of {plural(count, 'client')} needs {size} in a round, but "
+                f"min_separation = {separation} leaves {smallest} to draw from: lower one of them"
+            )
+        order = rng.permutation(rng.key(self.protocol.seed, "separation"), count)
+        return [np.sort(order[first::separation]) for first in range(separation)]
 
     def same_rounds(self, other: Plan) -> bool:
         """Return whether all rounds of two plans are the same, except for their learning rates."""
