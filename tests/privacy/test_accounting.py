@@ -66,6 +66,14 @@ def test_poisson_sampling_agrees_with_dp_accounting_on_a_fine_grid(q, noise, gri
     assert epsilon == pytest.approx(fine.get_epsilon(DELTA), rel=3e-3, abs=2e-5)
 
 
+def test_figures_of_dp_accountings_own_tests():
+    """Poisson sampling in pld_privacy_accountant_test.py, the noise for a target in accountant_test.py."""
+    assert Accountant(0.5, 0.15594, 5, 0.2, "bernoulli").epsilon(3) == pytest.approx(1, abs=2e-3)
+    for rounds, q, deviation, moves in ((25, 0.001, 3.20956502598, 6), (1, 0.01, 0.67379294682, 1)):
+        noise = noise_for(1.0, 1e-5, rounds, 1000, participation=q, sampling="bernoulli")
+        assert noise == pytest.approx(deviation / moves, rel=2e-3), rounds
+
+
 @pytest.mark.parametrize("cap", [12, 30])
 def test_truncated_sampling_agrees_with_dp_accounting(cap):
     import dp_accounting
@@ -221,6 +229,12 @@ def test_epsilon_grows_with_every_round_and_shrinks_with_noise(settings):
     assert epsilons[2] > 0
     less = [Accountant(noise, DELTA, 1000, **settings).epsilon(10) for noise in (0.05, 0.5, 1.0, 4.0, 60.0)]
     assert sorted(less, reverse=True) == less
+
+
+def test_the_noise_on_the_mean_is_that_on_the_sum_over_a_constant():
+    """3 · 0.5 / 12 with 12 of 100 clients; under coins their expected number need not be whole."""
+    assert Accountant(3.0, DELTA, 100, 0.124).deviation(0.5) == pytest.approx(3 * 0.5 / 12)
+    assert Accountant(3.0, DELTA, 100, 0.124, "bernoulli").deviation(0.5) == pytest.approx(3 * 0.5 / 12.4)
 
 
 def test_a_guarantee_names_both_numbers():

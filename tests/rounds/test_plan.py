@@ -119,6 +119,20 @@ def test_bernoulli_cohorts_vary_and_are_never_empty():
     assert np.mean(sizes) == pytest.approx(1.5 / (1 - 0.85**10), rel=0.05)
 
 
+def test_a_round_whose_coins_choose_nobody_says_so():
+    """The expected number of them is 2000 · 0.85^10, up to 5 standard deviations."""
+    settings = {"participation": 0.15, "sampling": "bernoulli"}
+    plan, apart = (
+        Plan(ragged([1] * 10), TrainSettings(0.1, **settings, **more)) for more in ({}, {"min_separation": 2})
+    )
+    rate = 0.85**10
+    assert abs(sum(map(plan.chooses_nobody, range(1, 2001))) - 2000 * rate) < 5 * math.sqrt(2000 * rate * (1 - rate))
+    rate = 0.7**5
+    assert abs(sum(map(apart.chooses_nobody, range(1, 2001))) - 2000 * rate) < 5 * math.sqrt(2000 * rate * (1 - rate))
+    exact = Plan(ragged([1] * 10), TrainSettings(0.1, participation=0.1))
+    assert not any(map(exact.chooses_nobody, range(1, 100)))
+
+
 def test_a_cap_takes_a_random_subset_and_leaves_smaller_cohorts_alone():
     free, capped = (
         Plan(Clients.elsewhere(20), TrainSettings(0.1, participation=0.3, sampling="bernoulli", cohort_cap=cap))

@@ -13,7 +13,8 @@ take part:
 | all, or cohorts that others know | one client sends zeros | 1 bound | Gaussian mechanism, no amplification |
 
 Under `"bernoulli"` the size of the cohort itself tells whether a client is there. So the sum must be divided by the
-expected size of the cohort, not by the real one.
+expected size of the cohort, not by the real one, and a round whose coins choose nobody must add noise to nothing
+(`Plan.chooses_nobody`).
 
 Sampled rounds are composed as privacy loss distributions (PLD) by `dp_accounting`. A PLD is rounded up to a grid, so
 that ε is an upper bound; the grid is chosen so that the excess is about 0.1 %.
@@ -131,6 +132,15 @@ class Accountant:
         if not self.is_amplified:
             return "one client sends zeros"
         return "one client is replaced" if self.sampling == "exact" else "one client more or less"
+
+    def deviation(self, bound: float) -> float:
+        """Return the standard deviation of the noise on the mean, in one coordinate, for a clipping bound.
+
+        The mean is the sum of the uploads divided by the expected number of active clients, a constant.
+        """
+        expected = self.participation * self.clients
+        cohort = cohort_size(self.clients, self.participation) if self.sampling == "exact" else expected
+        return self.noise_multiplier * bound / cohort
 
     def epsilon(self, rounds: int) -> float:
         """Return ε at `delta` after a number of rounds; the same call again is free."""

@@ -20,6 +20,7 @@ from lamina.data.parts import Indices
 from lamina.rounds.clients import Clients
 from lamina.rounds.settings import TrainSettings
 
+NOBODY: Indices = np.zeros(0, dtype=np.int64)
 MOST_REDRAWS = 10_000  # draws of a Bernoulli cohort, which may be empty
 
 
@@ -93,26 +94,41 @@ class Plan:
         The time it takes depends on the size of the cohort, not on the number of clients. With `min_separation`, round
         r draws from one of so many groups of clients, number r modulo `min_separation`.
         """
-        protocol, count, groups = self.protocol, self.clients.count, self._groups
-        fraction, seed = protocol.participation, protocol.seed
-        group = None if groups is None else groups[round % len(groups)]
-        n = count if group is None else len(group)
-        if protocol.sampling == "exact":
-            drawn = rng.sample(rng.key(seed, "cohort", round), n, cohort_size(count, fraction))
+        group, n = self._group(round)
+        if self.protocol.sampling == "exact":
+            size = cohort_size(self.clients.count, self.protocol.participation)
+            drawn = rng.sample(rng.key(self.protocol.seed, "cohort", round), n, size)
         else:
-            drawn = self._tossed(round, n, fraction if group is None else min(1.0, fraction * count / n))
+            tosses = (self._toss(round, attempt) for attempt in range(MOST_REDRAWS))
+            drawn = next((each for each in tosses if len(each)), NOBODY)  # an empty cohort is drawn again
+            if not len(drawn):
+                fraction = self.protocol.participation
+                raise BadInput(f"participation = {fraction:g} of {plural(n, 'client')} draws no client: raise it")
+            cap = self.protocol.cohort_cap
+            if cap is not None and len(drawn) > cap:
+                drawn = drawn[rng.sample(rng.key(self.protocol.seed, "cap", round), len(drawn), cap)]
         return drawn if group is None else group[drawn]
 
-    def _tossed(self, round: int, n: int, probability: float) -> Indices:
-        """Return those of n clients whose coin shows heads, at most `cohort_cap` of them."""
-        seed, cap = self.protocol.seed, self.protocol.cohort_cap
-        for attempt in range(MOST_REDRAWS):  # an empty cohort is drawn again
-            drawn = rng.coins(rng.key(seed, "cohort", round, attempt), n, probability)
-            if cap is not None and len(drawn) > cap:
-                return drawn[rng.sample(rng.key(seed, "cap", round), len(drawn), cap)]
-            if len(drawn):
-                return drawn
-        raise BadInput(f"participation = {probability:g} of {plural(n, 'client')} draws no client: raise it")
+    def chooses_nobody(self, round: int) -> bool:
+        """Return whether the coins of a round choose nobody, so that its cohort is of a second draw.
+
+        Differential privacy counts on independent coins: the uploads of such a round must not count.
+        """
+        return self.protocol.sampling == "bernoulli" and not len(self._toss(round, 0))
+
+    def _toss(self, round: int, attempt: int) -> Indices:
+        """Return which of the clients that a round draws from have a coin that shows heads."""
+        group, n = self._group(round)
+        fraction, seed = self.protocol.participation, self.protocol.seed
+        probability = fraction if group is None else min(1.0, fraction * self.clients.count / n)
+        return rng.coins(rng.key(seed, "cohort", round, attempt), n, probability)
+
+    def _group(self, round: int) -> tuple[Indices | None, int]:
+        """Return the clients that a round draws from (None: all) and their number."""
+        if self._groups is None:
+            return None, self.clients.count
+        group = self._groups[round % len(self._groups)]
+        return group, len(group)
 
     @functools.cached_property
     def _groups(self) -> list[Indices] | None:
