@@ -35,13 +35,15 @@ from numpy.typing import NDArray
 from lamina.base.errors import BadInput, missing_extra, unknown
 from lamina.base.limits import MOST, MOST_CLIENTS, check_count, check_number
 from lamina.base.text import plural
+from lamina.privacy.composition import Composition
 from lamina.privacy.correlated import sensitivity, square_root
 from lamina.rounds.plan import cohort_size
 from lamina.rounds.settings import Sampling
 
 LEAST_DELTA = 1e-12  # below it, rounding errors of the PLDs are as large as delta
 LEAST_SAMPLED_NOISE = 0.1  # with less noise, ε is in the hundreds and amplification is not worth its computation
-MOST_NOISE = 1e5  # as a multiplier, that `noise_for` tries
+LEAST_NOISE, MOST_NOISE = 0.01, 1e5  # as multipliers, that `noise_for` tries
+LARGEST_EPSILON = 1e6  # that `noise_for` tells from infinity
 NOISE_TOLERANCE = 1e-3  # relative, of `noise_for`
 GRID_STEPS = 16  # per standard deviation of one round's privacy loss
 FINEST_GRID, COARSEST_GRID = 1e-5, 1e-2
@@ -166,28 +168,32 @@ class Accountant:
 
 def noise_for(epsilon: float, delta: float, rounds: int, clients: int, **participation: Unpack[Participation]) -> float:
     """Return the least noise multiplier, to 0.1 %, with which `rounds` rounds stay within (ε, δ)."""
+    from scipy.optimize import brentq  # dp_accounting needs scipy, too
+
     check_number("target_epsilon", epsilon, above=0)
     check_count("rounds", rounds)
     accountant = Accountant(1.0, delta, clients, **participation)
 
-    def suffices(noise: float) -> bool:
-        return dataclasses.replace(accountant, noise_multiplier=noise).epsilon(rounds) <= epsilon
+    def excess(log_noise: float) -> float:
+        spent = dataclasses.replace(accountant, noise_multiplier=math.exp(log_noise)).epsilon(rounds)
+        return min(spent, LARGEST_EPSILON) - epsilon
 
-    high = 1.0
-    while not suffices(high):
-        high *= 2
-        if high > MOST_NOISE:
+    high = 0.0
+    while excess(high) > 0:
+        high += math.log(2)
+        if high > math.log(MOST_NOISE):
             raise BadInput(
                 f"target_epsilon = {epsilon:g} at delta = {delta:g} cannot be reached in {plural(rounds, 'round')}: "
-                f"even the noise multiplier {high / 2:g} gives more; raise it, or train fewer rounds"
+                f"even the noise multiplier {MOST_NOISE:g} gives more; raise it, or train fewer rounds"
             )
-    low = high / 2
-    while suffices(low) and low > LEAST_SAMPLED_NOISE:
-        low, high = low / 2, low
-    while high / low > 1 + NOISE_TOLERANCE:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if suffices(middle) else (middle, high)
-    return high
+    low = high - math.log(2)
+    while excess(low) <= 0 and low > math.log(LEAST_NOISE):
+        low, high = low - math.log(2), low
+    if excess(low) > 0:
+        high = brentq(excess, low, high, xtol=NOISE_TOLERANCE / 2)
+        while excess(high) > 0:
+            high += NOISE_TOLERANCE
+    return math.exp(high)
 
 
 def joint_multiplier(multipliers: Iterable[float]) -> float:
@@ -211,14 +217,7 @@ def _epsilon(accountant: Accountant, rounds: int) -> float:
     if a.noise_multiplier < LEAST_SAMPLED_NOISE:  # sampling only ever helps, so its bound without it holds
         reach = 1 if a.sampling == "bernoulli" and a.cohort_cap is None else 2
         return _gaussian_epsilon(a.noise_multiplier / (reach * math.sqrt(rounds)), a.delta)
-    cohort = cohort_size(a.clients, a.participation)
-    if a.sampling == "exact":
-        loss = _without_replacement(a.noise_multiplier / 2, cohort / a.clients)
-    elif a.cohort_cap is None:
-        loss = _poisson(a.noise_multiplier, a.participation)
-    else:
-        loss = _truncated_poisson(a.noise_multiplier, a.participation, a.clients, a.cohort_cap)
-    return float(loss.self_compose(rounds).get_epsilon_for_delta(a.delta))
+    return max(each.epsilon(rounds, a.delta) for each in _losses(dataclasses.replace(a, delta=LEAST_DELTA)))
 
 
 def _gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
@@ -234,26 +233,22 @@ def _grid(noise_multiplier: float, fraction: float) -> float:
 
 
 @functools.lru_cache(maxsize=64)
-def _poisson(noise_multiplier: float, fraction: float) -> Any:
-    return _dp_accounting().pld.privacy_loss_distribution.from_gaussian_mechanism(
-        noise_multiplier,
-        sampling_prob=fraction,
-        value_discretization_interval=_grid(noise_multiplier, fraction),
-    )
+def _losses(accountant: Accountant) -> list[Composition]:
+    """Return the privacy losses of one sampled round, in both directions where they differ."""
+    a, distributions = accountant, _dp_accounting().pld.privacy_loss_distribution
+    noise, fraction = a.noise_multiplier, a.participation
+    if a.sampling == "exact":
+        return [Composition(_without_replacement(noise / 2, cohort_size(a.clients, fraction) / a.clients))]
+    grid = {"value_discretization_interval": _grid(noise, fraction)}
+    if a.cohort_cap is None:
+        pld = distributions.from_gaussian_mechanism(noise, sampling_prob=fraction, **grid)
+    else:
+        pld = distributions.from_truncated_subsampled_gaussian_mechanism(
+            a.clients, fraction, a.cohort_cap, noise, **grid
+        )
+    return [Composition(pld._pmf_remove), Composition(pld._pmf_add)]
 
 
-@functools.lru_cache(maxsize=64)
-def _truncated_poisson(noise_multiplier: float, fraction: float, clients: int, cap: int) -> Any:
-    return _dp_accounting().pld.privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism(
-        dataset_size=clients,
-        sampling_probability=fraction,
-        truncated_batch_size=cap,
-        noise_multiplier=noise_multiplier,
-        value_discretization_interval=_grid(noise_multiplier, fraction),
-    )
-
-
-@functools.lru_cache(maxsize=64)
 def _without_replacement(noise_multiplier: float, fraction: float) -> Any:
     """Return the PLD of a Gaussian mechanism on a uniform subset of fixed size, for one client replaced.
 
@@ -262,7 +257,7 @@ def _without_replacement(noise_multiplier: float, fraction: float) -> Any:
     follows. Such a curve is that of a pair of distributions, which dominates the round also under composition (Zhu,
     Dong & Wang 2022); its PLD is the curve through grid points (Doroshenko et al. 2022).
     """
-    from scipy.special import log_ndtr  # dp_accounting needs it, too
+    from scipy.special import log_ndtr
 
     shift = 1 / noise_multiplier  # the distance of two Gaussians of variance 1
     interval = _grid(noise_multiplier, fraction)
@@ -280,9 +275,7 @@ def _without_replacement(noise_multiplier: float, fraction: float) -> Any:
     positive = fraction * deltas_without_sampling(amplified)
     negative = -np.expm1(-epsilons) + np.exp(-epsilons) * positive  # δ(-ε) = 1 - e^-ε + e^-ε δ(ε)
     deltas = np.minimum.accumulate(np.concatenate([negative[:0:-1], positive]))
-    pld = _dp_accounting().pld
-    pmf = pld.pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -steps, steps, deltas)
-    return pld.privacy_loss_distribution.PrivacyLossDistribution(pmf)
+    return _dp_accounting().pld.pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -steps, steps, deltas)
 
 
 @functools.cache
