@@ -184,7 +184,7 @@ def noise_for(epsilon: float, delta: float, rounds: int, clients: int, **partici
         if high > math.log(MOST_NOISE):
             raise BadInput(
                 f"target_epsilon = {epsilon:g} at delta = {delta:g} cannot be reached in {plural(rounds, 'round')}: "
-                f"even the noise multiplier {MOST_NOISE:g} gives more; raise it, or train fewer rounds"
+                f"even the noise multiplier {math.exp(high) / 2:.0f} gives more; raise it, or train fewer rounds"
             )
     low = high - math.log(2)
     while excess(low) <= 0 and low > math.log(LEAST_NOISE):
