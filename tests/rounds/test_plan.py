@@ -119,6 +119,83 @@ def test_bernoulli_cohorts_vary_and_are_never_empty():
     assert np.mean(sizes) == pytest.approx(1.5 / (1 - 0.85**10), rel=0.05)
 
 
+def test_a_round_whose_coins_choose_nobody_says_so():
+    """The expected number of them is 2000 · 0.85^10, up to 5 standard deviations."""
+    settings = {"participation": 0.15, "sampling": "bernoulli"}
+    plan, apart = (
+        Plan(ragged([1] * 10), TrainSettings(0.1, **settings, **more)) for more in ({}, {"min_separation": 2})
+    )
+    rate = 0.85**10
+    assert abs(sum(map(plan.chooses_nobody, range(1, 2001))) - 2000 * rate) < 5 * math.sqrt(2000 * rate * (1 - rate))
+    rate = 0.7**5
+    assert abs(sum(map(apart.chooses_nobody, range(1, 2001))) - 2000 * rate) < 5 * math.sqrt(2000 * rate * (1 - rate))
+    exact = Plan(ragged([1] * 10), TrainSettings(0.1, participation=0.1))
+    assert not any(map(exact.chooses_nobody, range(1, 100)))
+
+
+def test_a_cap_takes_a_random_subset_and_leaves_smaller_cohorts_alone():
+    free, capped = (
+        Plan(Clients.elsewhere(20), TrainSettings(0.1, participation=0.3, sampling="bernoulli", cohort_cap=cap))
+        for cap in (None, 6)
+    )
+    counts = np.zeros(20)
+    for number in range(1, 2001):
+        whole, cohort = free.cohort(number), capped.cohort(number)
+        assert set(cohort) <= set(whole)
+        assert len(cohort) == min(6, len(whole))
+        assert list(cohort) == sorted(cohort)
+        counts[cohort] += 1
+    mean = counts.sum() / 20
+    assert np.abs(counts - mean).max() < 5 * np.sqrt(mean)  # no client is preferred
+
+
+@pytest.mark.parametrize("settings", [{}, {"sampling": "bernoulli"}, {"sampling": "bernoulli", "cohort_cap": 2}])
+@pytest.mark.parametrize(("clients", "separation"), [(23, 5), (20, 5), (7, 7), (6, 1)])
+def test_rounds_of_a_client_are_as_far_apart_as_asked(clients, separation, settings):
+    participation = 1 / clients if separation == 7 else 0.1
+    protocol = TrainSettings(0.1, participation=participation, min_separation=separation, seed=4, **settings)
+    plan, last, active = Plan(Clients.elsewhere(clients), protocol), {}, set()
+    for number in range(1, 400):
+        cohort = plan.cohort(number)
+        assert list(cohort) == sorted(set(cohort))
+        for client in cohort.tolist():
+            assert number - last.get(client, -separation) >= separation
+            last[client] = number
+        active |= set(cohort.tolist())
+    assert active == set(range(clients))  # nobody is left out
+
+
+def test_separation_keeps_the_size_of_cohorts_and_draws_groups_at_random():
+    def cohorts(**settings):
+        plan = Plan(Clients.elsewhere(100), TrainSettings(0.1, participation=0.04, **settings))
+        return [plan.cohort(number).tolist() for number in range(1, 401)]
+
+    exact = cohorts(min_separation=10)
+    assert {len(cohort) for cohort in exact} == {4}
+    coins = cohorts(min_separation=10, sampling="bernoulli")
+    empty = 0.6**10  # such a cohort is drawn again: each of 10 clients with probability 0.04 · 100 / 10
+    assert np.mean(list(map(len, coins))) == pytest.approx(4 / (1 - empty), rel=0.1)
+    groups = [set().union(*exact[first::10]) for first in range(10)]
+    assert sorted(map(len, groups)) == [10] * 10  # in 40 rounds each, everyone has a turn
+    neighbours = sum(client + 1 in group for group in groups for client in group)
+    assert neighbours < 30  # 9.9 of the 99 pairs are expected to share a group
+    assert cohorts(min_separation=10, seed=1) != exact
+
+
+def test_everyone_of_a_group_takes_part_if_the_cohort_is_that_large():
+    plan = Plan(Clients.elsewhere(12), TrainSettings(0.1, participation=0.25, min_separation=4))
+    for first in range(1, 30):
+        assert sorted(np.concatenate([plan.cohort(first + k) for k in range(4)])) == list(range(12))
+
+
+@pytest.mark.parametrize("sampling", ["exact", "bernoulli"])
+@pytest.mark.parametrize(("clients", "separation"), [(100, 11), (5, 6)])
+def test_a_separation_that_leaves_too_few_clients_is_refused(sampling, clients, separation):
+    settings = TrainSettings(0.1, participation=0.1, min_separation=separation, sampling=sampling)
+    with pytest.raises(BadInput, match=f"min_separation = {separation} leaves {clients // separation} to draw from"):
+        Plan(Clients.elsewhere(clients), settings).cohort(1)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_cohort_of_a_size_is_equally_likely(size):
     """The possible cohorts of 5 clients: chi-square with k - 1 degrees of freedom, mean k - 1, variance 2 (k - 1)."""
@@ -166,6 +243,9 @@ def test_a_cohort_of_a_million_clients_reaches_them_all_and_costs_its_size(sampl
         (lambda: Plan(ragged([1]), TrainSettings(0.1, batch_size=0)), "batch_size"),
         (lambda: Plan(ragged([1]), TrainSettings(0.1, epochs=0)), "epochs"),
         (lambda: Plan(ragged([1]), TrainSettings(0.1, local_steps=0)), "local_steps"),
+        (lambda: Plan(ragged([1]), TrainSettings(0.1, min_separation=0)), "min_separation"),
+        (lambda: Plan(ragged([1]), TrainSettings(0.1, sampling="bernoulli", cohort_cap=0)), "cohort_cap"),
+        (lambda: Plan(ragged([1]), TrainSettings(0.1, cohort_cap=3)), "cohort_cap = 3 needs sampling"),
         (lambda: Plan(ragged([1]), TrainSettings(float("nan"))), "lr"),
         (lambda: Plan(ragged([1]), TrainSettings(-1.0)), "lr"),
         (lambda: Plan(ragged([1]), TrainSettings(0.1, sampling="bernouli")), "did you mean 'bernoulli'"),

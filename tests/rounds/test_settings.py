@@ -23,6 +23,8 @@ OTHER = {
     "schedule": Cosine(10),
     "participation": 0.5,
     "sampling": "bernoulli",
+    "cohort_cap": 2,
+    "min_separation": 2,
     "batch_size": 3,
     "epochs": 2,
     "local_steps": 5,
@@ -35,6 +37,8 @@ OTHER = {
     "private": ("head.*",),
     "seed": 1,
 }
+# what a setting needs beside it
+BESIDE = {"cohort_cap": {"sampling": "bernoulli"}, "min_separation": {"participation": 0.5}}
 
 
 def alternatives(hint):
@@ -51,7 +55,7 @@ def test_the_keyword_arguments_are_the_fields():
 @pytest.mark.parametrize("name", OTHER)
 def test_settings_that_do_not_make_another_plan_leave_the_rounds_alone(name):
     parts = [np.arange(0, 9), np.arange(9, 16), np.arange(16, 30), np.arange(30, 34)]
-    base = TrainSettings(0.1, participation=0.75, batch_size=4)
+    base = TrainSettings(0.1, **{"participation": 0.75, "batch_size": 4} | BESIDE.get(name, {}))
     plans = [
         Plan(Clients(parts, samples=34), each) for each in (base, dataclasses.replace(base, **{name: OTHER[name]}))
     ]

@@ -80,6 +80,9 @@ class Simulation(Training):
         local_test: fraction of every client's samples that it does not train on, to evaluate on.
         participation: fraction of the clients that take part in a round; default 1 (in an experiment file, 0.5).
         sampling: "exact" (the default): exactly that fraction; "bernoulli": an independent coin per client.
+        cohort_cap: the most clients of a "bernoulli" cohort; of a larger one, a random subset takes part.
+        min_separation: the least number of rounds between two rounds of a client, counted as their difference: with 10,
+            a client of round 3 is not in rounds 4 to 12. Every round draws from another group of clients.
         batch_size: samples per local step; default 32. None: all of the client's.
         epochs: passes of a client over its data in a round; default 1.
         local_steps: a fixed number of local steps instead of epochs.

@@ -57,8 +57,9 @@ class Federation(Setup):
         metrics: what the server reports on them, as in `lamina.Simulation`. Nodes report those that can be averaged
             over nodes: not F1, mean IoU, AUROC, R² and your own functions.
         node_test: what a node evaluates on; its training data unless given, which they must match as in a simulation.
-        participation, sampling, batch_size, epochs, local_steps, lr, schedule, clip, weighting, aggregation,
-            channel, loss, augmentation, seed, device, evaluate_every, accept_changed_code: as in `lamina.Simulation`.
+        participation, sampling, cohort_cap, min_separation, batch_size, epochs, local_steps, lr, schedule, clip,
+            weighting, aggregation, channel, loss, augmentation, seed, device, evaluate_every, accept_changed_code: as
+            in `lamina.Simulation`.
         evaluate_on: where the model is evaluated: "central" (the server's test data), "nodes", or "both".
         nodes: Flower's node ids and the client each is, or a JSON file with such a table; else ``nodes`` in Flower's
             run configuration. Nobody else takes part.

@@ -7,6 +7,7 @@ on the same clients and batches, and a resumed run continues exactly.
 from __future__ import annotations
 
 import builtins
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from lamina.data.parts import Indices
 from lamina.rounds.clients import Clients
 from lamina.rounds.settings import TrainSettings
 
+NOBODY: Indices = np.zeros(0, dtype=np.int64)
 MOST_REDRAWS = 10_000  # draws of a Bernoulli cohort, which may be empty
 
 
@@ -68,6 +70,11 @@ def cohort_stream(seed: int, number: int) -> int:
     return rng.key(seed, "channel", number)
 
 
+def cohort_size(clients: int, participation: float) -> int:
+    """Return the number of active clients in a round; under `sampling = "bernoulli"`, about their expected number."""
+    return max(1, builtins.round(participation * clients))
+
+
 def sample_counters(steps: int, width: int) -> Indices:
     """Return a counter for every sample of a client's round [steps, width]; it does not depend on the batch size."""
     return (np.arange(steps, dtype=np.int64)[:, None] << 32) + np.arange(width, dtype=np.int64)
@@ -95,16 +102,59 @@ class Plan:
     def cohort(self, round: int) -> Indices:
         """Return the active clients: exactly max(1, round(C N)) of them, or each with an independent probability.
 
-        The time it takes depends on the size of the cohort, not on the number of clients.
+        The time it takes depends on the size of the cohort, not on the number of clients. With `min_separation`, round
+        r draws from one of so many groups of clients, number r modulo `min_separation`.
         """
-        n, fraction, seed = self.clients.count, self.protocol.participation, self.protocol.seed
+        group, n = self._group(round)
         if self.protocol.sampling == "exact":
-            return rng.sample(rng.key(seed, "cohort", round), n, max(1, builtins.round(fraction * n)))
-        for attempt in range(MOST_REDRAWS):  # an empty cohort is drawn again
-            cohort = rng.coins(rng.key(seed, "cohort", round, attempt), n, fraction)
-            if len(cohort):
-                return cohort
-        raise BadInput(f"participation = {fraction:g} of {plural(n, 'client')} draws no client: raise it")
+            size = cohort_size(self.clients.count, self.protocol.participation)
+            drawn = rng.sample(rng.key(self.protocol.seed, "cohort", round), n, size)
+        else:
+            tosses = (self._toss(round, attempt) for attempt in range(MOST_REDRAWS))
+            drawn = next((each for each in tosses if len(each)), NOBODY)  # an empty cohort is drawn again
+            if not len(drawn):
+                fraction = self.protocol.participation
+                raise BadInput(f"participation = {fraction:g} of {plural(n, 'client')} draws no client: raise it")
+            cap = self.protocol.cohort_cap
+            if cap is not None and len(drawn) > cap:
+                drawn = drawn[rng.sample(rng.key(self.protocol.seed, "cap", round), len(drawn), cap)]
+        return drawn if group is None else group[drawn]
+
+    def chooses_nobody(self, round: int) -> bool:
+        """Return whether the coins of a round choose nobody, so that its cohort is of a second draw.
+
+        Differential privacy counts on independent coins: the uploads of such a round must not count.
+        """
+        return self.protocol.sampling == "bernoulli" and not len(self._toss(round, 0))
+
+    def _toss(self, round: int, attempt: int) -> Indices:
+        """Return which of the clients that a round draws from have a coin that shows heads."""
+        group, n = self._group(round)
+        fraction, seed = self.protocol.participation, self.protocol.seed
+        probability = fraction if group is None else min(1.0, fraction * self.clients.count / n)
+        return rng.coins(rng.key(seed, "cohort", round, attempt), n, probability)
+
+    def _group(self, round: int) -> tuple[Indices | None, int]:
+        """Return the clients that a round draws from (None: all) and their number."""
+        if self._groups is None:
+            return None, self.clients.count
+        group = self._groups[round % len(self._groups)]
+        return group, len(group)
+
+    @functools.cached_property
+    def _groups(self) -> list[Indices] | None:
+        """The clients in so many random groups of equal size (± 1) that a client's rounds are far enough apart."""
+        separation, count, fraction = self.protocol.min_separation, self.clients.count, self.protocol.participation
+        if separation is None:
+            return None
+        size, smallest = cohort_size(count, fraction), count // separation
+        if size > smallest:
+            raise BadInput(
+                f"participation = {fraction:g} of {plural(count, 'client')} needs {size} in a round, but "
+                f"min_separation = {separation} leaves {smallest} to draw from: lower one of them"
+            )
+        order = rng.permutation(rng.key(self.protocol.seed, "separation"), count)
+        return [np.sort(order[first::separation]) for first in range(separation)]
 
     def same_rounds(self, other: Plan) -> bool:
         """Return whether all rounds of two plans are the same, except for their learning rates."""

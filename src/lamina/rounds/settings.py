@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.declaration import option_places, options
 from lamina.base.errors import BadInput, nearest, short_repr, unknown
-from lamina.base.limits import MOST, MOST_BATCH, check_count, check_number, check_seed
+from lamina.base.limits import MOST, MOST_BATCH, MOST_CLIENTS, check_count, check_number, check_seed
 from lamina.base.registry import field_values
 from lamina.channel.channel import OPEN, Channel, as_channel
 from lamina.channel.codecs import Codec
@@ -47,6 +47,8 @@ class TrainArguments(TypedDict, total=False):
     schedule: Schedule | str
     participation: float
     sampling: Sampling
+    cohort_cap: int | None
+    min_separation: int | None
     batch_size: int | None
     epochs: int | None
     local_steps: int | None
@@ -71,6 +73,8 @@ class TrainSettings:
     schedule: Schedule = field(default=CONSTANT, metadata=SERVER_ONLY | UNPLANNED | PER_MEMBER)
     participation: float = field(default=1.0, metadata=SERVER_ONLY | PER_MEMBER)
     sampling: Sampling = field(default="exact", metadata=SERVER_ONLY | PER_MEMBER)
+    cohort_cap: int | None = field(default=None, metadata=SERVER_ONLY | PER_MEMBER | {"bounds": {"ge": 1}})
+    min_separation: int | None = field(default=None, metadata=SERVER_ONLY | PER_MEMBER | {"bounds": {"ge": 1}})
     batch_size: int | None = 32  # None: all of a client's samples
     epochs: int | None = field(default=None, metadata=PER_MEMBER)  # None: 1, unless local_steps is given
     local_steps: int | None = field(default=None, metadata=PER_MEMBER | {"bounds": {"ge": 1, "le": MOST}})
@@ -89,12 +93,18 @@ class TrainSettings:
         check_number("participation", self.participation, above=0, most=1)
         if self.clip is not None:
             check_number("clip", self.clip, above=0)
-        for name, most in (("batch_size", MOST_BATCH), ("epochs", MOST), ("local_steps", MOST)):
+        counts = {"batch_size": MOST_BATCH, "epochs": MOST, "local_steps": MOST}
+        counts |= {"cohort_cap": MOST_CLIENTS, "min_separation": MOST_CLIENTS}
+        for name, most in counts.items():
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), most)
         for name, choices in (("sampling", get_args(Sampling)), ("weighting", get_args(Weighting))):
             if getattr(self, name) not in choices:
                 raise unknown(name, str(getattr(self, name)), choices)
+        if self.cohort_cap is not None and self.sampling == "exact":
+            raise BadInput(
+                f'cohort_cap = {self.cohort_cap} needs sampling = "bernoulli": exact cohorts all have the same size'
+            )
         if isinstance(self.loss, type):
             raise BadInput(f"loss is the class {self.loss.__name__}: {instance_of_loss(self.loss)}")
         if not callable(as_loss(self.loss)):

@@ -1,0 +1,1 @@
+"""Differential privacy for clients without a run: accounting, correlated noise, and audits."""
