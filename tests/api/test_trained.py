@@ -373,8 +373,13 @@ def test_a_tuple_of_outputs_is_kept_whole(tmp_path):
 
 def test_private_parts_are_said_to_be_untrained(tmp_path, caplog):
     trained(tmp_path / "run", nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)), private=["1.*"], test=None)
-    lamina.load(tmp_path / "run")
-    assert "the private parts of the model (1.*) are those before round 1" in caplog.text
+    run, (x, _) = lamina.load(tmp_path / "run"), points(3)
+    run.client(1).predict(x)
+    assert "private parts" not in caplog.text
+    for _ in range(2):
+        run.predict(x)
+    assert caplog.text.count("private parts") == 1
+    assert "the private parts of the shared model (1.*) have the values from before round 1" in caplog.text
 
 
 def two_losses(outputs, targets):

@@ -65,7 +65,9 @@ def test_frozen_weights_must_be_the_same_on_both_sides(tmp_path):
 
     Setup(tmp_path / "same", "fedavg", model=frozen(0.1)).run()
     other = Setup(tmp_path / "other", "fedavg", model=frozen(0.1), node_model=frozen(0.2), more={"attempts": 1})
-    with pytest.raises(Stopped, match="its frozen weights or the initial values of its private parts are not this node's"):
+    with pytest.raises(
+        Stopped, match="its frozen weights or the initial values of its private parts are not this node's"
+    ):
         other.run()
 
 

@@ -15,17 +15,18 @@ import torch
 from torch import nn
 
 from lamina.algorithms.contract import Algorithm
-from lamina.base.errors import BadInput, is_whole
+from lamina.base.errors import BadInput
 from lamina.base.limits import check_count
 from lamina.base.registry import field_values
 from lamina.base.text import html_table, plural
 from lamina.data.partitions import as_partition
 from lamina.engines.choice import EngineName
 from lamina.engines.devices import Precision, choose_device
+from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.engine import Stacked
 from lamina.models.registry import Factory
 from lamina.objective.objective import copy_module
-from lamina.rounds.clients import Heldout
+from lamina.rounds.clients import Heldout, client_number
 from lamina.rounds.settings import TrainArguments, TrainSettings
 from lamina.storage.identity import of_run
 from lamina.training.history import History, Row
@@ -264,15 +265,21 @@ class Simulation(Training):
                 raise
         return self.history
 
-    def client_model(self, client: int) -> nn.Module:
+    def client_model(self, client: int | str) -> nn.Module:
         """Return a copy of the model that a client uses, in evaluation mode: with its private parts, if there are any.
 
         A client that has not taken part yet has their initial values.
+
+        Args:
+            client: its key in a dict of data, its value in the client column, or else its number, from 0.
         """
-        count = self.plan.clients.count
-        if not is_whole(client) or not 0 <= client < count:
-            raise BadInput(f"client_model: client = {client!r} is not one of the clients 0 to {count - 1}")
-        return copy_module(self.objective.module_at(*self.client_parameters(client))).eval()
+        number = client_number(client, self.reserved.names)
+        if not Ranks.current().owns(number):
+            raise BadInput(
+                f"another process of torchrun keeps what client {client!r} has: ask process "
+                f"{number % Ranks.current().world}, or lamina.load the run's folder"
+            )
+        return copy_module(self.objective.module_at(*self.client_parameters(number))).eval()
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint (safetensors). Later calls with the same folder write only the client states that changed.

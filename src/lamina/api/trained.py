@@ -23,6 +23,7 @@ from lamina.data.preprocessing import TablePreprocessing
 from lamina.data.readers.new import NewData, read_inputs, read_labelled
 from lamina.data.samples import in_form_of, new_inputs, sample_like
 from lamina.engines.devices import arithmetic, choose_device, usable_precision
+from lamina.experiment.runs.client_state import client_module
 from lamina.experiment.runs.model_file import build_loss, build_model
 from lamina.experiment.runs.records import Record, read_json, read_record
 from lamina.models.registry import Factory
@@ -186,10 +187,16 @@ class TrainedRun:
     """The names of the classes, by number."""
     preprocessing: TablePreprocessing | None = None
     """How the features of the training table were made; `predict` prepares new tables with it."""
+    client_name: int | str | None = None
+    """The client whose own model this is; None: the shared model."""
 
-    def __init__(self, record: Record, model: nn.Module, facts: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(
+        self, record: Record, model: nn.Module, facts: Mapping[str, Any], device: torch.device, is_best: bool = False
+    ) -> None:
+        self._record, self._is_best = record, is_best
         self.folder, self.config, self.history = record.folder, record.config, record.history
         self.model = model.to(device).eval()
+        self._has_warned = False
         self._facts, self._device, self._like = facts, device, sample_like(facts["samples"])
         self.class_names = None if self._like.class_names is None else tuple(self._like.class_names)
         stored = self.folder / "preprocessing.json"
@@ -200,6 +207,19 @@ class TrainedRun:
         kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
         self._dtype = next(iter(kinds)) if len(kinds) == 1 else torch.float32
 
+    def client(self, client: int | str) -> TrainedRun:
+        """Return the run with the model that a client uses for itself: with its private parts, or the algorithm's.
+
+        Args:
+            client: its key in a dict of data, its value in the client column, or else its number, from 0.
+        """
+        if self._is_best:
+            raise BadInput("the best model is the shared one: for a client's, load the run without best")
+        module = client_module(self.folder, self.config, self._facts, self.model, client)
+        own = TrainedRun(self._record, module, self._facts, self._device)
+        own.client_name = client
+        return own
+
     def predict(self, x: Any) -> Predictions:
         """Return the model's predictions for raw inputs.
 
@@ -208,6 +228,7 @@ class TrainedRun:
                 token ids, a table, a tuple or a dict of them, or the path of a file or folder. They are prepared as the
                 training data were: normalised, padded, columns found by name.
         """
+        self._warn_of_private_parts()
         if isinstance(x, str | Path):
             x = self.read(x).x
         if self.preprocessing is not None and is_frame(x):
@@ -246,6 +267,7 @@ class TrainedRun:
             metrics: as for `Simulation`; the run's metrics unless given.
             loss: the run's loss, if it is your own function and cannot be imported.
         """
+        self._warn_of_private_parts()
         if self.preprocessing is not None and (isinstance(data, str | Path) or is_frame(data)):
             data = read_labelled(data, self.config["data"], self._like, self.preprocessing)
         whole, test = as_splits(data)
@@ -256,6 +278,16 @@ class TrainedRun:
         evaluation = Evaluation(self._metrics(metrics), with_mask(new, self.model).to(self._device))
         with arithmetic(self._precision):
             return evaluation.run(objective, objective.start, objective.buffers)
+
+    def _warn_of_private_parts(self) -> None:
+        """Warn once if the shared model is used and some of its parts are not trained."""
+        private = self.config["train"].get("private")
+        if private and self.client_name is None and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "the private parts of the shared model (%s) have the values from before round 1: for the model of a "
+                "client, use run.client(0) (lamina predict --client 0)", ", ".join(map(str, private)),
+            )  # fmt: skip
 
     def _metrics(self, given: Any) -> Any:
         """Return the metrics to compute: the given ones, or those of the run."""
@@ -269,7 +301,8 @@ class TrainedRun:
     def __repr__(self) -> str:
         data, algorithm = self.config["data"]["name"], self.config["algorithm"]["name"]
         rounds = plural(len(self.history), "round")
-        return f"TrainedRun('{self.folder}', {type(self.model).__name__}, {algorithm} on {data}, {rounds})"
+        whose = "" if self.client_name is None else f" of client {self.client_name!r}"
+        return f"TrainedRun('{self.folder}', {type(self.model).__name__}{whose}, {algorithm} on {data}, {rounds})"
 
 
 def load(
@@ -323,11 +356,6 @@ def load(
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise BadInput(f"the weights of '{folder}' do not fit the model: {reason}") from error
-    if record.config["train"].get("private"):
-        log.warning(
-            "the private parts of the model (%s) are those before round 1: what the clients trained stays with them",
-            ", ".join(map(str, record.config["train"]["private"])),
-        )
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    return TrainedRun(record, module, facts, choose_device(device))
+    return TrainedRun(record, module, facts, choose_device(device), is_best=best)

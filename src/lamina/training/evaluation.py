@@ -217,11 +217,11 @@ def in_order(group: ClientSamples) -> ClientSamples:
     return group._replace(data=group.data.subset(samples), parts=Parts(np.arange(len(samples)), group.parts.bounds))
 
 
-def samples_by_client(test: Dataset, reserved: Reserved, names: NDArray[Any]) -> ClientSamples:
-    """Return the clients' own test data; `names` are the clients of the training samples."""
+def samples_by_client(test: Dataset, names: Sequence[Any]) -> ClientSamples:
+    """Return the own test data of the clients with these names."""
     values, owners = np.unique(test.columns[test.client_column or ""], return_inverse=True)
     parts, places = Parts.by_owner(owners, len(values)), {value: place for place, value in enumerate(values.tolist())}
-    wanted = [places.get(names[part[0]].item()) for part in reserved.training.parts]
+    wanted = [places.get(name) for name in names]
     tested = [client for client, place in enumerate(wanted) if place is not None]
     if not tested:
         raise BadInput("no client that trains has test data: give some, or hold out fewer clients")
@@ -229,20 +229,25 @@ def samples_by_client(test: Dataset, reserved: Reserved, names: NDArray[Any]) ->
     return in_order(ClientSamples("client_", "_mean", test, Parts.of(rows), False, tested))
 
 
-def client_columns(metric: Metric, values: Values, group: ClientSamples) -> dict[str, float]:
-    """Return a metric over clients: mean (or that of all samples), mean of the worst 10 %, and standard deviation.
-
-    A client whose samples give no number (an AUROC of one class) does not count.
-    """
+def client_scores(metric: Metric, values: Values, group: ClientSamples) -> NDArray[Any]:
+    """Return a metric of every client; NaN for one whose samples give no number (an AUROC of one class)."""
     parts = group.parts
     if metric.function is mean:
         numbers, *counts = (np.add.reduceat(v.cpu().numpy()[parts.samples], parts.bounds[:-1]) for v in values)
         with np.errstate(invalid="ignore"):  # a client without any label has no score
-            scores = numbers / (counts[0] if counts else parts.sizes.astype(numbers.dtype))
-    else:
-        values, samples = map_outputs(Tensor.cpu, values), len(group.data)
-        own = (select_samples(values, torch.from_numpy(part), samples) for part in parts)
-        scores = np.array([float(value_of(metric, value)) for value in own])
+            scores: NDArray[Any] = numbers / (counts[0] if counts else parts.sizes.astype(numbers.dtype))
+        return scores
+    values, samples = map_outputs(Tensor.cpu, values), len(group.data)
+    own = (select_samples(values, torch.from_numpy(part), samples) for part in parts)
+    return np.array([float(value_of(metric, value)) for value in own])
+
+
+def client_columns(metric: Metric, values: Values, group: ClientSamples) -> dict[str, float]:
+    """Return a metric over clients: mean (or that of all samples), mean of the worst 10 %, and standard deviation.
+
+    A client whose samples give no number does not count.
+    """
+    scores = client_scores(metric, values, group)
     scores = np.sort(scores[~np.isnan(scores)])
     name = f"{group.prefix}{metric.name}"
     if not len(scores):
@@ -314,6 +319,25 @@ class Evaluation:
             return row
 
         return finish
+
+    def of_clients(
+        self, objective: Objective, x: Tensor, buffers: Buffers, model_of: ClientModels | None = None
+    ) -> dict[int, dict[str, float]]:
+        """Return the loss and the metrics of every client that has samples to evaluate on, by its number."""
+        group = next((group for group in self.clients if group.clients), None)
+        if group is None:
+            raise BadInput(
+                "no client has samples of its own to evaluate on: give local_test=0.2, test data by client, or "
+                "client_metrics=True for those that it trains on"
+            )
+        kept = predict(objective, x, buffers, group.data, self.metrics, group.parts.bounds.tolist())
+        if model_of is not None:
+            kept = predict_apart(objective, model_of, group, [*kept])
+        scores = {metric.name: client_scores(metric, values, group).tolist() for metric, values in kept.items()}
+        return {
+            client: {name: values[place] for name, values in scores.items()}
+            for place, client in enumerate(group.clients)
+        }
 
     def run(
         self, objective: Objective, x: Tensor, buffers: Buffers, model_of: ClientModels | None = None

@@ -28,10 +28,9 @@ from lamina.data.matching import match
 from lamina.data.samples import describe_samples
 from lamina.engines.choice import Engine, choose_engine
 from lamina.engines.devices import Precision, arithmetic, check_model_fits, usable_precision
-from lamina.engines.personal import first_record, personal_model, unpack
+from lamina.engines.personal import first_record, model_in_use
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.layers.convolution import prepare_kernels
-from lamina.engines.stacked.rows import on_device
 from lamina.engines.state import RoundReport, State
 from lamina.models.registry import Factory
 from lamina.objective.objective import Buffers, Objective, copy_module
@@ -276,6 +275,19 @@ class Training:
         with arithmetic(self.precision, self.deterministic):
             return self.start_evaluation()()
 
+    def evaluate_clients(self) -> list[dict[str, Any]]:
+        """Return a row for every client that has samples to evaluate on: its name, its loss and the metrics.
+
+        They are those of the columns ``client_…``: the clients' test splits or test data, or, with `client_metrics`,
+        what they train on. A client that has a model of its own is evaluated with that.
+        """
+        state, names = self.state, self.reserved.names
+        x = self.objective.whole(state.server.x, state.private_start)
+        model_of = self.client_parameters if self.has_client_models else None
+        with arithmetic(self.precision, self.deterministic):
+            rows = self.evaluation.of_clients(self.objective, x, state.buffers, model_of)
+        return [{"client": names[client], **row} for client, row in rows.items()]
+
     def start_evaluation(self) -> Callable[[], dict[str, float]]:
         """Start the evaluation of the current model, and of the clients' own models if they have any."""
         state = self.state
@@ -290,19 +302,13 @@ class Training:
         return self.objective.private is not None or has_client_models(self.algorithm)
 
     def client_parameters(self, client: int) -> tuple[Tensor, Buffers]:
-        """Return the parameters and buffers of the model that a client uses."""
-        state, objective = self.state, self.objective
-        record = state.clients.get(client)
-        if record is None:
-            record = first_record(self.algorithm, objective, state.server.x, state.private_start, state.buffers)
-        record = on_device(record, self.device)
-        x, buffers = personal_model(objective, state.server.x, state.buffers, record)
-        return self.algorithm.client_model(x, unpack(objective, record).client), buffers
+        """Return the parameters and buffers of the model that a client uses, by its number in training."""
+        return model_in_use(self.algorithm, self.objective, self.state, client)
 
     def _client_samples(self, client_metrics: bool, chosen: Sequence[Metric] | None) -> list[ClientSamples]:
         """Return the clients' samples to evaluate on."""
         reserved, parts = reserved_samples(self.reserved, self.train_data, self.device), self.plan.clients.parts
-        names, test = self.all_clients.column, self.test_data
+        test = self.test_data
         is_by_client = test is not None and test.client_column is not None
         if is_by_client and self.all_clients.column_name != self.train_data.client_column:
             log.warning("the data are dealt to other clients, so the clients' test data are evaluated together only")
@@ -310,8 +316,7 @@ class Training:
             if self.reserved.local_tests:
                 raise BadInput("the clients have test data of their own: leave local_test out")
             assert test is not None
-            assert names is not None
-            reserved.insert(0, samples_by_client(test, self.reserved, names))
+            reserved.insert(0, samples_by_client(test, self.reserved.names))
         if not client_metrics:
             return reserved
         if any(group.prefix == "client_" for group in reserved):

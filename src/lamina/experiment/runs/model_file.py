@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from lamina import algorithms
 from lamina.base.errors import BadInput
 from lamina.data.dataset import Dataset
 from lamina.experiment.config import Experiment
@@ -52,11 +53,14 @@ def describe_model(simulation: Training, experiment: Experiment) -> dict[str, An
         model |= {"layers": layers.describe(objective.module), "attributes": objective.attributes}
         model["is_class"] = isinstance(given, nn.Module)
     own_metrics = [metric for metric in simulation.metrics if metric.name not in METRICS]
+    algorithm, names = type(simulation.algorithm), list(simulation.reserved.names)
     return {
         "model": model | {"frozen": sorted(objective.frozen)},
         "samples": simulation.samples,
         "loss": _describe_loss(simulation.protocol.loss),
         "own_metrics": {metric.name: code_name(metric.function) for metric in own_metrics},
+        "algorithm": algorithm.card.name if algorithm.card.name in algorithms.BUILT_IN else code_name(algorithm),
+        "clients": len(names) if names == list(range(len(names))) else names,
     }
 
 
