@@ -31,7 +31,7 @@ from lamina.objective import losses
 from lamina.objective.batch import arguments
 from lamina.objective.losses import Loss
 from lamina.objective.objective import Objective
-from lamina.objective.outputs import elements_of, join_outputs, main_element, map_outputs, outputs_of
+from lamina.objective.outputs import elements_of, join_outputs, main_element, map_outputs, outputs_of, sample_axes
 from lamina.storage.checkpoint import read_model
 from lamina.training.evaluation import EVALUATION_BATCH, Evaluation
 from lamina.training.history import History, data_frame
@@ -234,24 +234,28 @@ class TrainedRun:
         if self.preprocessing is not None and is_frame(x):
             x = self.preprocessing.transform(x)
         data = with_mask(new_inputs(x, self._like), self.model)
-        results: list[Any] = []
-        sizes: list[int] = []
+
+        def outputs(rows: NDArray[Any]) -> Any:
+            args, kwargs = arguments(data.subset(rows).to(self._device).inputs(slice(None), self._dtype))
+            try:
+                return map_outputs(Tensor.cpu, self.model(*args, **kwargs))
+            except LaminaError:
+                raise
+            except Exception as error:  # whatever a user's forward raises
+                raise BadInput(f"the model fails for {data!r}: {describe_error(error)}") from error
+
+        batches = [np.arange(i, min(i + EVALUATION_BATCH, len(data))) for i in range(0, len(data), EVALUATION_BATCH)]
         with torch.no_grad(), rng.forked(self._device, seed=0), arithmetic(self._precision):
-            for start in range(0, len(data), EVALUATION_BATCH):
-                part = data.subset(np.arange(start, min(start + EVALUATION_BATCH, len(data)))).to(self._device)
-                args, kwargs = arguments(part.inputs(slice(None), self._dtype))
-                try:
-                    results.append(map_outputs(Tensor.cpu, self.model(*args, **kwargs)))
-                    sizes.append(len(part))
-                except LaminaError:
-                    raise
-                except Exception as error:  # whatever a user's forward raises
-                    raise BadInput(f"the model fails for {data!r}: {describe_error(error)}") from error
+            results = [outputs(rows) for rows in batches]
+            whole = results[0]
+            if len(results) > 1:
+                axes = sample_axes(lambda samples: outputs(np.arange(samples)))
+                whole = join_outputs(results, [len(rows) for rows in batches], axes)
         try:
             loss = build_loss(self._facts["loss"])
         except BadInput:  # predictions do not need it
             loss = None
-        return Predictions(join_outputs(results, sizes), self.class_names, self._like, loss, len(data))
+        return Predictions(whole, self.class_names, self._like, loss, len(data))
 
     def read(self, path: str | Path) -> NewData:
         """Return the raw inputs in a file, for `predict`, and the columns that tell its rows apart."""

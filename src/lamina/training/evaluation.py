@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,11 +25,22 @@ from lamina.engines.state import RoundReport
 from lamina.objective.batch import Targets, named_tensors, take, tensors
 from lamina.objective.losses import aligned, class_axis, counted, hits
 from lamina.objective.objective import Buffers, Objective
-from lamina.objective.outputs import join_outputs, main_element, map_outputs, outputs_of, select_samples
+from lamina.objective.outputs import join_outputs, main_element, map_outputs, outputs_of, sample_axes, select_samples
 from lamina.rounds.clients import Reserved
 from lamina.rounds.plan import RoundFacts
 from lamina.training.history import Row
-from lamina.training.metrics import ACCURACY, LABEL_METRICS, LOSS, METRICS, PERPLEXITY, Batch, Metric, Values, mean
+from lamina.training.metrics import (
+    ACCURACY,
+    LABEL_METRICS,
+    LOSS,
+    METRICS,
+    PERPLEXITY,
+    Batch,
+    Metric,
+    Values,
+    mean,
+    outputs_and_targets,
+)
 
 log = logging.getLogger(__name__)
 ClientModels = Callable[[int], tuple[Tensor, Buffers]]  # from a client's number to the model that it uses
@@ -117,8 +128,31 @@ def predict(
                 metrics = () if batch.hits is None else (ACCURACY,)
             for metric in with_loss(metrics):
                 kept.setdefault(metric, []).append(keep(metric, batch))
+    if len(parts) == 1:
+        return {metric: batches[0] for metric, batches in kept.items()}
     sizes = [part.stop - part.start for part in parts]
-    return {metric: _joined(metric, batches, sizes) for metric, batches in kept.items()}
+    return {
+        metric: _joined(metric, batches, sizes, axes_of_samples(objective, data, metric))
+        for metric, batches in kept.items()
+    }
+
+
+def axes_of_samples(objective: Objective, data: Dataset, metric: Metric) -> Iterable[int | None]:
+    """Return the axis of the samples in every tensor that a metric keeps.
+
+    What a metric's own `keep` returns has the samples on the first axis; of what a model returns, it is tried out.
+    """
+    if metric.keep is not outputs_and_targets:
+        return itertools.repeat(0)
+
+    def kept(samples: int) -> Values:
+        some = data.subset(np.arange(samples) % len(data))
+        inputs = some.inputs(slice(None), objective.dtype)
+        outputs = objective.outputs(objective.start, objective.buffers, inputs, train=False)
+        return keep(metric, as_batch(objective, outputs, some.y, data.classes))
+
+    with torch.no_grad(), rng.forked(objective.device, seed=0):
+        return sample_axes(kept)
 
 
 def evaluation_batches(objective: Objective, data: Dataset, bounds: Sequence[int] | None = None) -> list[slice]:
@@ -140,10 +174,10 @@ def evaluation_batches(objective: Objective, data: Dataset, bounds: Sequence[int
     return [slice(start, min(start + size, len(data))) for start in range(0, len(data), size)]
 
 
-def _joined(metric: Metric, batches: Sequence[Values], sizes: Sequence[int]) -> Values:
+def _joined(metric: Metric, batches: Sequence[Values], sizes: Sequence[int], axes: Iterable[int | None]) -> Values:
     """Return what a metric keeps of several batches as if they were one."""
     try:
-        return tuple(join_outputs(parts, sizes) for parts in zip(*batches, strict=True))
+        return cast(Values, join_outputs(batches, sizes, axes))
     except RuntimeError as error:
         raise BadInput(
             f"metric '{metric.name}' needs all outputs together, and those of several batches do not fit "
@@ -229,7 +263,7 @@ def samples_by_client(test: Dataset, names: Sequence[Any]) -> ClientSamples:
     return in_order(ClientSamples("client_", "_mean", test, Parts.of(rows), False, tested))
 
 
-def client_scores(metric: Metric, values: Values, group: ClientSamples) -> NDArray[Any]:
+def client_scores(objective: Objective, metric: Metric, values: Values, group: ClientSamples) -> NDArray[Any]:
     """Return a metric of every client; NaN for one whose samples give no number (an AUROC of one class)."""
     parts = group.parts
     if metric.function is mean:
@@ -237,17 +271,17 @@ def client_scores(metric: Metric, values: Values, group: ClientSamples) -> NDArr
         with np.errstate(invalid="ignore"):  # a client without any label has no score
             scores: NDArray[Any] = numbers / (counts[0] if counts else parts.sizes.astype(numbers.dtype))
         return scores
-    values, samples = map_outputs(Tensor.cpu, values), len(group.data)
-    own = (select_samples(values, torch.from_numpy(part), samples) for part in parts)
+    values, axes = map_outputs(Tensor.cpu, values), axes_of_samples(objective, group.data, metric)
+    own = (select_samples(values, torch.from_numpy(part), axes) for part in parts)
     return np.array([float(value_of(metric, value)) for value in own])
 
 
-def client_columns(metric: Metric, values: Values, group: ClientSamples) -> dict[str, float]:
+def client_columns(objective: Objective, metric: Metric, values: Values, group: ClientSamples) -> dict[str, float]:
     """Return a metric over clients: mean (or that of all samples), mean of the worst 10 %, and standard deviation.
 
     A client whose samples give no number does not count.
     """
-    scores = client_scores(metric, values, group)
+    scores = client_scores(objective, metric, values, group)
     scores = np.sort(scores[~np.isnan(scores)])
     name = f"{group.prefix}{metric.name}"
     if not len(scores):
@@ -273,7 +307,10 @@ def predict_apart(
     by_client = ranks.gather(kept)
     lists = zip(*(by_client[client] for client in group.clients), strict=True)  # by metric: what every client keeps
     sizes = group.parts.sizes.tolist()
-    return {metric: _joined(metric, values, sizes) for metric, values in zip(metrics, lists, strict=True)}
+    return {
+        metric: _joined(metric, values, sizes, axes_of_samples(objective, group.data, metric))
+        for metric, values in zip(metrics, lists, strict=True)
+    }
 
 
 @dataclass(frozen=True)
@@ -315,7 +352,7 @@ class Evaluation:
                 for kept, columns in evaluated:
                     chosen = self.metrics or [metric for metric in kept if metric is not LOSS or len(kept) == 1]
                     for metric in chosen:
-                        row |= client_columns(metric, kept[metric], columns)
+                        row |= client_columns(objective, metric, kept[metric], columns)
             return row
 
         return finish
@@ -333,7 +370,7 @@ class Evaluation:
         kept = predict(objective, x, buffers, group.data, self.metrics, group.parts.bounds.tolist())
         if model_of is not None:
             kept = predict_apart(objective, model_of, group, [*kept])
-        scores = {metric.name: client_scores(metric, values, group).tolist() for metric, values in kept.items()}
+        scores = {each.name: client_scores(objective, each, kept[each], group).tolist() for each in kept}
         return {
             client: {name: values[place] for name, values in scores.items()}
             for place, client in enumerate(group.clients)

@@ -59,7 +59,8 @@ class Batch(NamedTuple):
     counted: Tensor | None = None  # which targets count, in their shape; None: all
 
 
-def _outputs_and_targets(batch: Batch) -> Values:
+def outputs_and_targets(batch: Batch) -> Values:
+    """Keep all that the model returns, and all targets."""
     return batch.outputs, batch.targets
 
 
@@ -84,7 +85,7 @@ class Metric:
     function: Callable[..., Any]
     larger_is_better: bool = True
     percent: bool = False
-    keep: Callable[[Batch], Values] = _outputs_and_targets
+    keep: Callable[[Batch], Values] = outputs_and_targets
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name.isidentifier()):
