@@ -30,7 +30,7 @@ from lamina.rounds.clients import Heldout, client_number
 from lamina.rounds.settings import TrainArguments, TrainSettings
 from lamina.storage.identity import of_run
 from lamina.training.history import History, Row
-from lamina.training.inputs import as_algorithm, as_named_splits
+from lamina.training.inputs import as_algorithm, as_splits
 from lamina.training.metrics import find_all
 from lamina.training.progress import python_bars
 from lamina.training.training import RunOptions, Training
@@ -173,7 +173,7 @@ class Simulation(Training):
         }
         protocol = TrainSettings.of(algorithm, settings, arguments, for_run)  # validated, with the defaults filled in
         chosen_device = choose_device(device)
-        train_data, test_data, more_tests = as_named_splits(train, test)
+        train_data, test_data = as_splits(train, test)
         super().__init__(
             model,
             train_data,
@@ -188,7 +188,6 @@ class Simulation(Training):
             local_test=local_test,
             metrics=chosen_metrics,
             patience=patience,
-            more_tests=more_tests,
         )
         self._accept_changed_code = accept_changed_code
         self._checkpoints: Checkpoints | None = None  # of the folder that `save` or `restore` used last
@@ -205,11 +204,7 @@ class Simulation(Training):
                 overwrite=overwrite,
                 model=model,
                 data=train if isinstance(train, str) else train_data,  # converted only once
-                test=test
-                if isinstance(train, str)
-                else {"__first__": test_data, **more_tests}
-                if more_tests
-                else test_data,
+                test=test if isinstance(train, str) else test_data,
                 algorithm=algorithm,
                 clients=clients,
                 partition=partition,

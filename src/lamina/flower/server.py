@@ -61,7 +61,9 @@ class Server:
             folder.preprocessing = test_data.preprocessing
         groups = setup.client_samples() if setup.evaluate_on != "nodes" else []
         groups = [group._replace(data=with_mask(group.data, self.objective.module)) for group in groups]
-        self.evaluation = evaluation.Evaluation(setup.metrics, test_data, groups)
+        more_tests = {} if test_data is None else test_data.more_tests
+        more_tests = {name: setup.dataset(data, self.objective) for name, data in more_tests.items()}
+        self.evaluation = evaluation.Evaluation(setup.metrics, test_data, groups, more_tests)
         self.state = State.start(self.algorithm, self.objective, self.plan.clients.count)
         self.history = History()
         self.journal = Journal(folder.path)

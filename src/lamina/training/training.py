@@ -105,7 +105,6 @@ class Training:
     Args:
         metrics: the primary one first; None: the accuracy, where there is one, else the loss.
         patience: as for `Simulation`.
-        more_tests: further test data, whose columns end with their name: ``accuracy@noisy``.
     """
 
     def __init__(
@@ -124,7 +123,6 @@ class Training:
         local_test: float | None,
         metrics: Sequence[Metric] | None,
         patience: int | None = None,
-        more_tests: Mapping[str, Dataset] | None = None,
     ) -> None:
         if patience is not None and test is None:
             raise BadInput("patience counts evaluations on test data without a better value: give test=(x, y)")
@@ -148,7 +146,8 @@ class Training:
         self.train_data = with_mask(train, module).to(device)
         warn_of_padding(self.train_data)
         self.test_data = None if test is None else with_mask(match(test, train), module).to(device)
-        named = {name: with_mask(match(each, train), module).to(device) for name, each in (more_tests or {}).items()}
+        more_tests = {} if test is None else test.more_tests
+        named = {name: with_mask(match(each, train), module).to(device) for name, each in more_tests.items()}
         check_settings(protocol, self.train_data)
         self.all_clients = deal(self.train_data, clients, partition, protocol.seed)
         self.reserved = reserve(self.all_clients, heldout_clients, local_test, protocol.seed)
