@@ -342,8 +342,8 @@ def load(
         raise BadInput(f"'{folder}' has no {weights_file.name} ({advice})")
     if not (folder / "model.json").exists():
         raise BadInput(
-            f"'{folder}' has no model.json, which says how its model is used (a federation writes none, nor did lamina "
-            "0.2): load the weights with read_model of lamina.storage.checkpoint"
+            f"'{folder}' has no model.json, which says how its model is used (a federation whose server evaluates "
+            "nothing writes none, nor did lamina 0.2): load the weights with read_model of lamina.storage.checkpoint"
         )
     facts = read_json(folder / "model.json")
     try:
