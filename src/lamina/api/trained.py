@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -225,12 +225,19 @@ class TrainedRun:
 
         Args:
             x: inputs in any form that training data may have, without targets: arrays, tensors, lists, PIL images,
-                token ids, a table, a tuple or a dict of them, or the path of a file or folder. They are prepared as the
-                training data were: normalised, padded, columns found by name.
+                token ids, a table, a tuple or a dict of them, or the path of a file or folder; of a table also one row,
+                a dict of its values or a list of such dicts. They are prepared as the training data were: normalised,
+                padded, columns found by name.
         """
         self._warn_of_private_parts()
         if isinstance(x, str | Path):
             x = self.read(x).x
+        columns = self._like.column_names.get("x", ())
+        if self.preprocessing is not None:
+            columns = tuple(column.name for column in self.preprocessing.columns)
+            if not (is_frame(x) or isinstance(x, Mapping | Dataset)) and getattr(x, "ndim", 0) > 1:
+                log.warning("an array is taken as features that are prepared already: for raw values, give a table")
+        x = _as_table(x, columns) if columns else x
         if self.preprocessing is not None and is_frame(x):
             x = self.preprocessing.transform(x)
         data = with_mask(new_inputs(x, self._like), self.model)
@@ -307,6 +314,17 @@ class TrainedRun:
         rounds = plural(len(self.history), "round")
         whose = "" if self.client_name is None else f" of client {self.client_name!r}"
         return f"TrainedRun('{self.folder}', {type(self.model).__name__}{whose}, {algorithm} on {data}, {rounds})"
+
+
+def _as_table(x: Any, columns: Sequence[str]) -> Any:
+    """Return rows as a table: a row of one, a dict of values or of columns, a list of dicts; other data as they are."""
+    if isinstance(x, Mapping):
+        has_several = any(isinstance(value, list | tuple) or getattr(value, "ndim", 0) for value in x.values())
+        return data_frame(dict(x) if has_several else [x], "run.predict(a dict)")
+    if isinstance(x, list) and x and all(isinstance(row, Mapping) for row in x):
+        return data_frame(x, "run.predict(a list of dicts)")
+    is_row = hasattr(x, "to_dict") and getattr(x, "ndim", 0) == 1 and any(str(name) in columns for name in x.index)
+    return data_frame([x.to_dict()], "run.predict(a row)") if is_row else x
 
 
 def load(
