@@ -313,6 +313,8 @@ def as_dataset(
             raise BadInput(
                 f"cannot read data of type {type(data).__name__}: give a pair (x, y) of arrays, a torch data set, a "
                 "pandas table, or one split of a Hugging Face dataset"
+                + f"; {convert.NO_TARGETS}"
+                * (getattr(data, "ndim", 0) > 1)
             )
         inputs, targets = data
         convert.refuse_other_order(name, inputs, targets)

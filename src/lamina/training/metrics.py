@@ -364,6 +364,9 @@ def find_all(metrics: Any) -> tuple[Metric, ...] | None:
         return None
     if isinstance(metrics, str | Metric) or callable(metrics):
         metrics = [metrics]
+    if isinstance(metrics, Mapping) and metrics:
+        first = next(iter(metrics))
+        raise BadInput(f"metrics is a dict: give a list, such as [lamina.Metric({str(first)!r}, function), 'accuracy']")
     if not isinstance(metrics, Sequence) or not metrics:
         raise BadInput(f"metrics = {short_repr(metrics)}: give a list of at least one, such as ['accuracy', 'f1']")
     every = tuple(find(metric) for metric in metrics)
