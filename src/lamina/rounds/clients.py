@@ -178,9 +178,7 @@ def reserve(clients: Clients, heldout: Heldout | None, local_test: float | None,
         local_test: the fraction of every other client's samples that it is evaluated on, and does not train on.
         seed: the source of the choice.
     """
-    names = (
-        range(clients.count) if clients.column is None else [clients.column[part[0]].item() for part in clients.parts]
-    )
+    names = _names_of(clients)
     if heldout is None and local_test is None:
         return Reserved(clients, NO_PARTS, NO_PARTS, names=names)
     if clients.reallocation is not None:
@@ -203,8 +201,16 @@ def reserve(clients: Clients, heldout: Heldout | None, local_test: float | None,
             raise BadInput("local_test needs clients with more than one sample")
     samples = int(clients.parts.samples.max()) + 1
     heldout_parts = Parts.of([parts[client] for client in sorted(out)])
-    names = [name for client, name in enumerate(names) if client not in out]
+    names = [name for client, name in enumerate(names) if client not in out] if out else names
     return Reserved(Clients(training, samples), heldout_parts, Parts.of(tests), tested, names)
+
+
+def _names_of(clients: Clients) -> Sequence[Any]:
+    """Return the clients' names, whole numbers or texts: the values of the client column, or their numbers."""
+    if clients.column is None:
+        return range(clients.count)
+    values = clients.column[clients.parts.samples[clients.parts.bounds[:-1]]].tolist()
+    return [value if isinstance(value, int) else str(value) for value in values]
 
 
 def client_number(client: Any, names: Sequence[Any]) -> int:
@@ -213,6 +219,8 @@ def client_number(client: Any, names: Sequence[Any]) -> int:
     >>> client_number("north", ["east", "north"]), client_number(7, [5, 7])
     (1, 1)
     """
+    if client in names and not isinstance(client, bool):
+        return names.index(client)
     numbers = {str(name): number for number, name in enumerate(names)}
     if isinstance(client, bool) or str(client) not in numbers:
         is_range = list(names) == list(range(len(names)))

@@ -254,8 +254,11 @@ def in_order(group: ClientSamples) -> ClientSamples:
 def samples_by_client(test: Dataset, names: Sequence[Any]) -> ClientSamples:
     """Return the own test data of the clients with these names."""
     values, owners = np.unique(test.columns[test.client_column or ""], return_inverse=True)
-    parts, places = Parts.by_owner(owners, len(values)), {value: place for place, value in enumerate(values.tolist())}
-    wanted = [places.get(name) for name in names]
+    parts, places = (
+        Parts.by_owner(owners, len(values)),
+        {str(value): place for place, value in enumerate(values.tolist())},
+    )
+    wanted = [places.get(str(name)) for name in names]
     tested = [client for client, place in enumerate(wanted) if place is not None]
     if not tested:
         raise BadInput("no client that trains has test data: give some, or hold out fewer clients")

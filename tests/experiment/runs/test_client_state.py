@@ -3,11 +3,13 @@
 import shutil
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import lamina
+from lamina.algorithms import BUILT_IN
 from lamina.algorithms.contract import Model
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
@@ -107,11 +109,22 @@ def test_an_algorithm_that_cannot_be_imported_is_named(tmp_path, monkeypatch):
         lamina.load(tmp_path / "run").client("north")
 
 
+@pytest.mark.parametrize("algorithm", sorted(BUILT_IN))
+def test_every_algorithm_of_laminas_can_be_read(tmp_path, algorithm):
+    """Options may be infinite, which JSON cannot say."""
+    simulation = trained(tmp_path / "run", algorithm, rounds=1, lr=0.01)
+    assert same_weights(lamina.load(tmp_path / "run").client("south").model, simulation.client_model("south"))
+
+
+COLUMN = {"columns": {"site": np.array(["b", "a"] * 30, dtype=object)}, "client_column": "site"}
+
+
 @pytest.mark.parametrize(
     ("data", "settings", "names"),
     [
         (BY_NAME, {}, ["north", "south", "west"]),
         ({30: BY_NAME["north"], 4: BY_NAME["west"]}, {}, [4, 30]),
+        (lamina.Dataset(X, Y, **COLUMN), {}, ["a", "b"]),
         ([BY_NAME["north"], BY_NAME["south"], BY_NAME["west"]], {"heldout_clients": [1]}, [0, 2]),
         ((X, Y), {"clients": [range(20), range(20, 40), range(40, 60)], "heldout_clients": [0]}, [1, 2]),
     ],

@@ -54,7 +54,9 @@ def _algorithm(name: str, section: Mapping[str, Any]) -> Algorithm:
         raise MissingCode(
             f"the run's algorithm '{section['name']}' is your own, and what clients keep is read with it: {error}"
         ) from error
-    return kind(**{option: section[option] for option in algorithms.options(kind) if option in section})
+    values = {option: section[option] for option in algorithms.options(kind) if option in section}
+    infinite = ("inf", "-inf")  # as JSON has them
+    return kind(**{option: float(value) if value in infinite else value for option, value in values.items()})
 
 
 def _checkpoints_of(folder: Path, client: int, config: Mapping[str, Any]) -> Path:
