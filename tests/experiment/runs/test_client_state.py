@@ -1,5 +1,6 @@
 """The models of a run's clients, read from its checkpoints: ``lamina.load(folder).client(…)``."""
 
+import copy
 import shutil
 from typing import NamedTuple
 
@@ -133,7 +134,7 @@ def test_clients_are_called_by_what_the_user_gave(tmp_path, data, settings, name
     simulation = trained(tmp_path / "run", data=data, rounds=2, **settings)
     run = lamina.load(tmp_path / "run")
     for number, name in enumerate(names):
-        expected = simulation.objective.module_at(*simulation.client_parameters(number))
+        expected = copy.deepcopy(simulation.objective.module_at(*simulation.client_parameters(number)))
         assert same_weights(simulation.client_model(name), expected)
         assert same_weights(run.client(name).model, expected)
         assert same_weights(run.client(str(name)).model, expected)  # as on the command line
