@@ -373,8 +373,13 @@ def test_a_tuple_of_outputs_is_kept_whole(tmp_path):
 
 def test_private_parts_are_said_to_be_untrained(tmp_path, caplog):
     trained(tmp_path / "run", nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)), private=["1.*"], test=None)
-    lamina.load(tmp_path / "run")
-    assert "the private parts of the model (1.*) are those before round 1" in caplog.text
+    run, (x, _) = lamina.load(tmp_path / "run"), points(3)
+    run.client(1).predict(x)
+    assert "private parts" not in caplog.text
+    for _ in range(2):
+        run.predict(x)
+    assert caplog.text.count("private parts") == 1
+    assert "the private parts of the shared model (1.*) have the values from before round 1" in caplog.text
 
 
 def two_losses(outputs, targets):
@@ -432,3 +437,53 @@ class Maps(Named):
     def forward(self, x):
         outputs = super().forward(x)
         return outputs | {"spread": outputs["spread"].unsqueeze(1)}
+
+
+# --- rows of tables -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["prepared", "numbers"])
+def table_run(request, tmp_path):
+    """A run on a table, and three new rows of it."""
+    table = pandas.DataFrame({"age": np.arange(40) % 7, "ward": ["n", "s"] * 20, "dose": np.arange(40) / 40})
+    y = ["ill" if age > 3 else "well" for age in table["age"]]
+    if request.param == "prepared":
+        data = lamina.data.as_dataset(
+            table.assign(y=y), y="y", preprocessing={"categorical": ["ward"], "standardise": True}
+        )
+    else:
+        table = table.drop(columns="ward")
+        data = (table, y)
+    lamina.Simulation("mlp", data, "fedavg", clients=2, lr=0.1, device="cpu", out=tmp_path / "run").run(3)
+    return lamina.load(tmp_path / "run"), table[::-1].head(3).reset_index(drop=True)
+
+
+def test_rows_of_a_table_may_be_a_row_dicts_or_a_list_of_dicts(table_run):
+    run, new = table_run
+    expected = run.predict(new).outputs
+    for form in (new.to_dict("records"), new.to_dict("list"), {name: new[name] for name in new}):
+        assert torch.equal(run.predict(form).outputs, expected)
+    for row in (new.iloc[1], new.iloc[1].to_dict()):
+        assert torch.equal(run.predict(row).outputs, run.predict(new[1:2]).outputs)
+
+
+def test_odd_tables_are_refused_in_one_line(table_run):
+    run, new = table_run
+    for odd, problem in {
+        "two columns": (pandas.concat([new, new[["age"]]], axis=1), "age"),
+        "text": (new.assign(age=["1", "2", "3"]), r"column 'age'.* (numbers as text|holds no numbers)"),
+        "other names": (new.rename(columns={"age": "Age"}), "no column 'age'; did you mean 'Age'"),
+        "empty": (new.head(0), "the data set is empty"),
+        "a dict without a column": ({"age": 3}, "no column '(ward|dose)'"),
+        "a list without one": ([{"age": 3}], "no column '(ward|dose)'"),
+    }.values():
+        with pytest.raises(lamina.BadInput, match=problem) as refused:
+            run.predict(odd)
+        assert "\n" not in str(refused.value)
+
+
+def test_an_array_in_place_of_a_table_is_said_to_be_taken_as_prepared(table_run, caplog):
+    run, new = table_run
+    run.predict(np.zeros((2, run._like.x.shape[1]), np.float32))
+    run.predict(new)
+    assert caplog.text.count("features that are prepared already") == (run.preprocessing is not None)

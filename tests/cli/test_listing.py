@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import lamina
 from helpers import call
@@ -102,3 +103,47 @@ def test_the_list_of_algorithms_has_whole_names_on_a_narrow_terminal(capsys, mon
     assert call("list", "algorithms") == 0
     firsts = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert {"fedlada_lamb", "fedadam_star", "mimelamb"} <= set(firsts)
+
+
+def test_show_a_run(empty_folder, capsys):
+    data = torch.randn(20, 3), torch.tensor([0, 1] * 10)
+    simulation = lamina.Simulation(
+        torch.nn.Linear(3, 2), data, "fedavg", test=data, clients=2, device="cpu", lr=1.0, out="runs/x"
+    )
+    simulation.run(3)
+    capsys.readouterr()
+    values = simulation.history.column("accuracy")
+    for path in ("runs/x", "runs/x/"):
+        assert call("show", path) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "fedavg on data, 2 clients" in printed
+        assert "3 of 3 rounds, complete" in printed
+        assert f"accuracy: last {values[-1]:.4f}, best {max(values):.4f}" in printed
+        assert "lamina predict runs/x new.csv" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["predict", "runs/x/config.json", "new.csv"], "'runs/x/config.json' is a file: give a run's folder, 'runs/x'"),
+        (["predict", "e.toml", "new.csv"], "'e.toml' is a file: give a run's folder"),
+        (["predict", "runs", "new.csv"], "no config.json, but one with such a folder: runs/x"),
+        (["predict", "runs/y", "new.csv"], "'runs/y' is not a run's folder: it has no config.json"),
+        (["predict", "runs/x", "runs/x"], "'runs/x' is a run's folder, not data"),
+        (["predict", "runs/x", "e.toml"], "'e.toml' is a .toml file, not data"),
+        (["show", "runs"], "'runs' is not a run's folder"),
+        (["show", "runs/x/config.json"], "'runs/x/config.json' is a file: give a run's folder, 'runs/x'"),
+        (["run", "runs/x"], "'runs/x' is a run's folder: `lamina run runs/x/config.json` runs it again"),
+        (["run", "runs"], "'runs' is a folder; give an experiment file"),
+        (["compare", "runs/x"], "'runs/x' is a run's folder"),
+    ],
+)  # fmt: skip
+def test_a_folder_for_a_file_or_the_reverse(empty_folder, capsys, words, line):
+    data = torch.randn(20, 3), torch.tensor([0, 1] * 10)
+    lamina.Simulation(torch.nn.Linear(3, 2), data, "fedavg", clients=2, device="cpu", out="runs/x").run(1)
+    (empty_folder / "e.toml").write_text("")
+    capsys.readouterr()
+    assert call(*words) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert line in said
+    assert "not valid JSON" not in said

@@ -130,3 +130,22 @@ def test_arrays_and_pictures(empty_folder, capsys):
     found = {row["file"]: row["prediction"] for row in rows}
     assert found == dict(zip(("b.png", "a.png", "more/c.png"), names, strict=True))
     assert lamina.load("runs/pets").predict("album/a.png").classes.tolist() == names[1:2]
+
+
+def test_a_clients_own_model_predicts(empty_folder, capsys):
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0).long()
+    data = {"north": (x[:6], y[:6]), "south": (x[6:], 1 - y[6:])}
+    settings = {"private": ["weight"], "lr": 1.0, "device": "cpu", "out": "runs/x"}
+    simulation = lamina.Simulation(torch.nn.Linear(3, 2), data, "fedavg", **settings)
+    simulation.run(9)
+    np.savez("new.npz", x=x.numpy())
+    capsys.readouterr()
+    assert run_of("predict", "runs/x", "new.npz", "--client", "south") == 0
+    printed, warned = capsys.readouterr()
+    predicted = [int(row["prediction"]) for row in csv.DictReader(io.StringIO(printed))]
+    assert predicted == simulation.client_model("south")(x).argmax(1).tolist()
+    assert predicted != simulation.client_model("north")(x).argmax(1).tolist()
+    assert "private parts" not in warned
+    assert run_of("predict", "runs/x", "new.npz", "--client", "soth") == 2
+    assert "there is no client 'soth'; did you mean 'south'?" in capsys.readouterr().err

@@ -215,3 +215,21 @@ def test_test_data_of_other_clients_are_evaluated_together(caplog):
     run = lamina.Simulation(nn.Linear(2, 2), [samples] * 3, "fedavg", test=[samples] * 3, clients=3, partition="iid")
     assert not any(name.startswith("client_") for name in run.evaluate())
     assert "dealt to other clients" in caplog.text
+
+
+def test_two_clients_of_one_name_are_refused():
+    first, second = (torch.zeros(3, 2), torch.tensor([0, 1, 0])), (torch.ones(4, 2), torch.tensor([0, 1, 0, 1]))
+    with pytest.raises(lamina.BadInput, match="two clients have the name '1', as text and as another type"):
+        as_data({1: first, "1": second})
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda x: (x, None), lambda x: lamina.Dataset(x, None), lambda x: [(x, None), (x, None)],
+        lambda x: {"a": (x, None)}, lambda x: x, lambda x: x.numpy(),
+    ],
+)  # fmt: skip
+def test_samples_without_targets_are_refused_with_what_to_give(give):
+    with pytest.raises(lamina.BadInput, match=r"give zeros, \(x, torch.zeros\(len\(x\)\)\)"):
+        as_data(give(torch.zeros(3, 2)))

@@ -197,6 +197,24 @@ def test_evaluation_uses_the_clients_own_models():
     )
 
 
+@pytest.mark.parametrize("private", [["head.*"], None])
+def test_every_clients_figures_are_those_of_the_model_it_uses(private):
+    run = simulation(private=private, local_test=0.2, heldout_clients=[1], metrics=["accuracy", "auroc"])
+    row = run.run(2)[-1]
+    rows = run.evaluate_clients()
+    assert [one["client"] for one in rows] == [0, 2, 3, 4]
+    for one, test in zip(rows, run.reserved.local_tests, strict=True):
+        right = (run.client_model(one["client"])(X[test]).argmax(1) == Y[test]).double().mean().item()
+        assert one["accuracy"] == pytest.approx(right)
+    assert np.mean([one["accuracy"] for one in rows]) == pytest.approx(row["client_accuracy_mean"])
+    assert np.nanmean([one["auroc"] for one in rows]) == pytest.approx(row["client_auroc_mean"])
+
+
+def test_clients_without_samples_to_evaluate_on_are_refused():
+    with pytest.raises(lamina.BadInput, match=r"give local_test=0.2, test data by client, or client_metrics=True"):
+        simulation(local_test=None).evaluate_clients()
+
+
 def test_held_out_clients_see_the_shared_model():
     run = simulation(heldout_clients=[3])
     row = run.run(2)[-1]
@@ -211,7 +229,7 @@ def test_diagnostics_are_refused():
 
 @pytest.mark.parametrize("client", [5, -1, "a", True])
 def test_an_unknown_client_is_refused(client):
-    with pytest.raises(lamina.BadInput, match="not one of the clients 0 to 4"):
+    with pytest.raises(lamina.BadInput, match=r"there is no client .*0 to 4"):
         simulation().client_model(client)
 
 

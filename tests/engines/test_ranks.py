@@ -101,8 +101,13 @@ def worker(rank, world, port, results):
 
 @pytest.mark.long
 def test_torchrun_on_the_command_line(tmp_path):
-    """Two processes write one run folder, with the metrics of a single process."""
-    command = ["run", str(ROOT / "experiments" / "digits.toml"), "--set", "train.rounds=3"]
+    """Two processes write one run folder, with the metrics and the clients' models of a single process."""
+    overrides = ["train.rounds=3", "train.participation=1.0", "train.private=['*bias']"]
+    command = [
+        "run",
+        str(ROOT / "experiments" / "digits.toml"),
+        *(word for one in overrides for word in ("--set", one)),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lamina"]
     runs = {}
@@ -117,6 +122,20 @@ def test_torchrun_on_the_command_line(tmp_path):
         assert a["accuracy"] == b["accuracy"]
         assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-5)
         assert a["bytes_up"] == b["bytes_up"]
+    two, one = (lamina.load(tmp_path / name, device="cpu") for name in ("two", "one"))
+    for client in range(4):  # every process keeps those of its own clients
+        modules = two.client(client).model, one.client(client).model, one.model
+        for value, other, shared in zip(*(module.parameters() for module in modules), strict=True):
+            torch.testing.assert_close(value, other)
+            assert value.dim() > 1 or not torch.equal(value, shared)
+
+
+def test_a_process_does_not_show_what_another_one_keeps(monkeypatch):
+    run = simulation("mlp", "fedavg", "loop", private=["output.*"])
+    monkeypatch.setattr(Ranks, "current", lambda: Ranks(0, 2))
+    run.client_model(2)
+    with pytest.raises(lamina.BadInput, match=r"another process of torchrun keeps what client 1 has: ask process 1"):
+        run.client_model(1)
 
 
 @pytest.mark.long

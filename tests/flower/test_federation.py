@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import lamina
@@ -42,6 +43,9 @@ def test_an_experiment_file_is_a_federation(tmp_path):
     config = read_record(tmp_path / "run").config
     assert config["data"]["partition"]["alpha"] == 0.5
     assert (config["run"]["engine"], config["federation"]) == ("flower", {"on": "flower"})
+    run, test = lamina.load(tmp_path / "run"), building.load_data(experiment).test
+    torch.testing.assert_close(run.predict(test.x).outputs, simulation.model(test.x))
+    assert run.evaluate(test)["accuracy"] == pytest.approx(simulation.history[-1]["accuracy"])
 
 
 def test_a_partition_that_moves_is_refused():

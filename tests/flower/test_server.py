@@ -7,6 +7,7 @@ import torch
 from flwr.app import Message
 from torch import nn
 
+import lamina
 from flower_grid import error_reply
 from flower_setup import (
     MIME,
@@ -240,3 +241,36 @@ def test_evaluation_on_nodes_alone_and_of_bad_answers(tmp_path):
     assert setup.rows[1]["evaluating_nodes"] == 3
     assert "its accuracy is 7.0" in setup.journal[1]["notes"][0]
     assert setup.journal[1]["refused"] == []
+
+
+def test_the_servers_folder_is_loaded_like_that_of_a_run(tmp_path):
+    setup = Setup(tmp_path, rounds=2, private=["2.*"])
+    setup.run()
+    (x, y), simulation = the_data(), setup.simulation()
+    simulation.run(2)
+    run = lamina.load(setup.out)
+    torch.testing.assert_close(run.predict(x).outputs, simulation.model(x))
+    assert run.predict(x).probabilities.shape == (len(x), 3)
+    assert run.evaluate((x, y))["accuracy"] == pytest.approx(setup.rows[-1]["accuracy"])
+    with pytest.raises(lamina.BadInput, match="is a federation, whose clients' parts never leave their nodes"):
+        run.client(1)
+
+
+def test_a_server_that_evaluates_nothing_does_not_know_what_samples_look_like(tmp_path):
+    setup = Setup(tmp_path, rounds=1, more={"test": None})
+    setup.run()
+    with pytest.raises(lamina.BadInput, match=r"no model.json, .*a federation whose server evaluates nothing"):
+        lamina.load(setup.out)
+
+
+def test_the_server_evaluates_all_named_test_sets(tmp_path):
+    def named():
+        x, y = the_data()
+        few = lamina.Dataset(x[:7].flip(0), y[:7].flip(0), classes=3)
+        return lamina.Dataset(x, y, classes=3, more_tests={"few": few})
+
+    setup = Setup(tmp_path, rounds=1, more={"test": named})
+    setup.run()
+    expected = lamina.load(setup.out).evaluate((the_data()[0][:7], the_data()[1][:7]))
+    assert setup.rows[-1]["accuracy@few"] == pytest.approx(expected["accuracy"])
+    assert setup.rows[-1]["loss@few"] == pytest.approx(expected["loss"])

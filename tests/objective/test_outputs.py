@@ -10,7 +10,15 @@ from torch import nn
 
 import lamina
 from kinds import draw, integers
-from lamina.objective.outputs import join_outputs, map_outputs, other_elements, outputs_of, tensors_in
+from lamina.objective.outputs import (
+    join_outputs,
+    map_outputs,
+    other_elements,
+    outputs_of,
+    sample_axes,
+    select_samples,
+    tensors_in,
+)
 
 ONE, TWO = torch.arange(6.0).reshape(3, 2), torch.arange(3.0)
 Named = namedtuple("Named", ["mean", "logits"])
@@ -66,11 +74,10 @@ def test_batches_are_joined_along_their_samples_and_other_numbers_are_averaged_o
         {"out": torch.arange(5.0)[rows], "state": hidden[:, rows], "penalty": number}
         for rows, number in zip((slice(3), slice(3, 5)), penalty, strict=True)
     ]
-    whole = join_outputs(parts, [3, 2])
+    whole = join_outputs(parts, [3, 2], [0, 1, None])
     assert torch.equal(whole["out"], torch.arange(5.0))
     assert torch.equal(whole["state"], hidden)
     assert float(whole["penalty"]) == pytest.approx((3 * 1 + 2 * 6) / 5)
-    assert join_outputs(parts[:1], [3]) is parts[0]
 
 
 @pytest.mark.parametrize("make", [lambda t: t, lambda t: (t, "hidden"), lambda t: {"logits": t}, lambda t: [t]])
@@ -82,3 +89,18 @@ def test_outputs_may_be_wrapped(make):
     data = draw(12, 4), integers(3, 12)
     run = lamina.Simulation(Wrapped(4, 3).double(), data, "fedavg", clients=2, device="cpu")
     assert run.run(1)[0]["round"] == 1
+
+
+def test_the_axis_of_the_samples_is_not_one_that_has_their_number_by_chance():
+    def lstm(samples):  # of two layers, with a code book of two rows
+        return {"state": torch.zeros(2, samples, 4), "out": torch.zeros(samples, 2), "book": torch.ones(2, 3)}
+
+    axes = sample_axes(lstm)
+    assert axes == [1, 0, None]
+    whole = join_outputs([lstm(2), lstm(2)], [2, 2], axes)
+    assert [list(part.shape) for part in whole.values()] == [[2, 4, 4], [4, 2], [2, 3]]
+    assert [list(part.shape) for part in select_samples(lstm(2), torch.tensor([1]), axes).values()] == [
+        [2, 1, 4],
+        [1, 2],
+        [2, 3],
+    ]

@@ -156,6 +156,33 @@ def test_a_metric_of_the_users_gets_all_that_the_model_returns_over_several_batc
         assert measured == pytest.approx(float(together(run.model(x), y)), rel=1e-5)
 
 
+@pytest.mark.parametrize(("private", "sizes"), [(None, [1, 1]), (["head.*"], [2, 3]), (["head.*"], [1, 1])], ids=str)
+def test_a_hidden_state_of_as_many_layers_as_test_samples_is_split_by_samples(private, sizes):
+    """The LSTM has two layers, and two test samples are one client's, or those of two clients."""
+    torch.manual_seed(0)
+    bounds = [0, 4 * sizes[0], 4 * sum(sizes)]
+    x, y = torch.randn(bounds[-1], 5, 3), torch.arange(bounds[-1]) % 3
+
+    def loss(outputs, targets):
+        return nn.functional.cross_entropy(outputs[0], targets, reduction="none")
+
+    def state(outputs, targets):
+        first, last = outputs[1]["hidden"]
+        return (first * last).sum(1).square().mean() + first.sum(1).mean() * targets.float().mean()
+
+    run = lamina.Simulation(
+        Recurrent(), (x, y), "fedavg", clients=[range(*bounds[:2]), range(*bounds[1:])], local_test=0.25,
+        private=private, loss=loss, metrics=[state], device="cpu",
+    )  # fmt: skip
+    row = run.run(1)[-1]
+    tests = run.reserved.local_tests
+    assert [len(test) for test in tests] == sizes
+    with torch.no_grad():
+        own = [float(state(run.client_model(i)(x[test]), y[test])) for i, test in enumerate(tests)]
+    assert row["client_state_mean"] == pytest.approx(np.mean(own), rel=1e-5)
+    assert row["client_state_std"] == pytest.approx(np.std(own), rel=1e-4, abs=1e-6)
+
+
 def test_outputs_that_do_not_fit_together_need_a_metric_that_keeps_less():
     class Pairs(nn.Linear):
         def forward(self, x):

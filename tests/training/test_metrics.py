@@ -286,3 +286,10 @@ def test_a_name_has_one_direction_in_a_process():
 def test_a_metric_must_not_have_the_name_of_another_column(name):
     with pytest.raises(lamina.BadInput, match=name):
         lamina.Metric(name, lambda outputs, targets: 0.0)
+
+
+def test_a_dict_of_metrics_is_refused_with_what_to_give():
+    with pytest.raises(
+        lamina.BadInput, match=r"metrics is a dict: give a list, such as \[lamina.Metric\('mine', function\)"
+    ):
+        find_all({"mine": lambda outputs, targets: 0.0})

@@ -1,10 +1,15 @@
 """Several named test sets: columns by name, the first one is judged."""
 
+import tomllib
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import lamina
+from lamina.experiment.build import build, resolved
+from lamina.experiment.config import parse
 from lamina.experiment.runs.records import find_records
 from lamina.training.metrics import is_metric, is_percent, of_column, smaller_is_better
 
@@ -134,3 +139,67 @@ def test_an_infinite_or_missing_number_on_a_further_set_is_seen(caplog):
     assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
         "round 1: the metric 'odd@noisy' is NaN"
     ]
+
+
+FILE = """
+[data]
+name = "arrays"
+path = "train.npz"
+test = { clean = "clean.npz", noisy = "noisy.npz" }
+clients = 4
+[model]
+name = "mlp"
+[train]
+rounds = 2
+[run]
+device = "cpu"
+"""
+
+
+def write_arrays(folder):
+    for name, (x, y) in {"train": DATA, "clean": CLEAN, "noisy": NOISY}.items():
+        np.savez(folder / f"{name}.npz", x=x.numpy(), y=y.numpy())
+
+
+def own_data():
+    """Found as test_named_tests:own_data."""
+    return DATA, {"clean": CLEAN, "noisy": NOISY}
+
+
+@pytest.mark.parametrize("source", ["file", "function"])
+def test_an_experiment_file_names_several_test_sets(tmp_path, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+    write_arrays(tmp_path)
+    data = {} if source == "file" else {"name": f"{__name__}:own_data", "clients": 4}
+    tree = tomllib.loads(FILE)
+    experiment = parse(tree | ({"data": data} if data else {}))
+    history = build(experiment).run(2)
+    for test, ending in ((CLEAN, ""), (NOISY, "@noisy")):
+        alone = lamina.Simulation("mlp", DATA, "fedlamb", test=test, clients=4, participation=0.5, device="cpu").run(2)
+        for name in ("loss", "accuracy"):
+            assert history.column(f"{name}{ending}") == pytest.approx(alone.column(name))
+
+
+def test_a_file_with_another_named_test_set_is_another_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_arrays(tmp_path)
+    configs = []
+    for _ in range(2):
+        experiment = parse(tomllib.loads(FILE))
+        configs.append(resolved(experiment, build(experiment))["data_digest"])
+        np.savez("noisy.npz", x=CLEAN[0].numpy(), y=CLEAN[1].numpy())
+    assert configs[0] != configs[1]
+
+
+@pytest.mark.parametrize("test", [{}, {"a b": "a.npz"}, {"clean": 0.2, "noisy": "noisy.npz"}])
+def test_named_test_sets_of_a_file_are_files(test):
+    with pytest.raises(lamina.BadInput, match="a table gives every test set a name that is a word, and a file"):
+        parse({"data": {"name": "arrays", "path": "train.npz", "test": test}})
+
+
+def test_validation_data_take_the_place_of_all_test_sets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_arrays(tmp_path)
+    tree = tomllib.loads(FILE)
+    tree["data"]["validation"] = 0.25
+    assert "accuracy@noisy" not in build(parse(tree)).run(1).columns

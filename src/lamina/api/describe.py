@@ -36,7 +36,7 @@ from lamina.rounds.clients import Clients, refuse_odd_clients
 from lamina.rounds.schedules import SCHEDULES, as_schedule
 from lamina.rounds.settings import as_table, function_name, refuse_no_augmentation, schedule_name
 from lamina.training.history import Row
-from lamina.training.inputs import as_algorithm, as_named_splits
+from lamina.training.inputs import as_algorithm, as_splits
 from lamina.training.metrics import find_all
 from lamina.training.training import Stop, Training
 
@@ -78,8 +78,7 @@ def describe(
     if isinstance(data, str) and test is None and (clients is None or is_whole(clients)):
         tree["data"]["name"] = data
     else:
-        *splits, objects["more_tests"] = as_named_splits(data, test)
-        objects["data"] = Splits(*cast(list[Dataset], splits))
+        objects["data"] = Splits(*cast(tuple[Dataset, Dataset], as_splits(data, test)))
         name = objects["data"].train.name
         tree["data"]["name"] = f"own {name}" if name in FORMATS else name  # a format would need its options
     if clients is not None and not is_whole(clients):

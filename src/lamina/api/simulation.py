@@ -15,21 +15,22 @@ import torch
 from torch import nn
 
 from lamina.algorithms.contract import Algorithm
-from lamina.base.errors import BadInput, is_whole
+from lamina.base.errors import BadInput
 from lamina.base.limits import check_count
 from lamina.base.registry import field_values
 from lamina.base.text import html_table, plural
 from lamina.data.partitions import as_partition
 from lamina.engines.choice import EngineName
 from lamina.engines.devices import Precision, choose_device
+from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.engine import Stacked
 from lamina.models.registry import Factory
 from lamina.objective.objective import copy_module
-from lamina.rounds.clients import Heldout
+from lamina.rounds.clients import Heldout, client_number
 from lamina.rounds.settings import TrainArguments, TrainSettings
 from lamina.storage.identity import of_run
 from lamina.training.history import History, Row
-from lamina.training.inputs import as_algorithm, as_named_splits
+from lamina.training.inputs import as_algorithm, as_splits
 from lamina.training.metrics import find_all
 from lamina.training.progress import python_bars
 from lamina.training.training import RunOptions, Training
@@ -181,7 +182,7 @@ class Simulation(Training):
         }
         protocol = TrainSettings.of(algorithm, settings, arguments, for_run)  # validated, with the defaults filled in
         chosen_device = choose_device(device)
-        train_data, test_data, more_tests = as_named_splits(train, test)
+        train_data, test_data = as_splits(train, test)
         super().__init__(
             model,
             train_data,
@@ -196,7 +197,6 @@ class Simulation(Training):
             local_test=local_test,
             metrics=chosen_metrics,
             patience=patience,
-            more_tests=more_tests,
         )
         self._accept_changed_code = accept_changed_code
         self._checkpoints: Checkpoints | None = None  # of the folder that `save` or `restore` used last
@@ -213,11 +213,7 @@ class Simulation(Training):
                 overwrite=overwrite,
                 model=model,
                 data=train if isinstance(train, str) else train_data,  # converted only once
-                test=test
-                if isinstance(train, str)
-                else {"__first__": test_data, **more_tests}
-                if more_tests
-                else test_data,
+                test=test if isinstance(train, str) else test_data,
                 algorithm=algorithm,
                 clients=clients,
                 partition=partition,
@@ -273,15 +269,21 @@ class Simulation(Training):
                 raise
         return self.history
 
-    def client_model(self, client: int) -> nn.Module:
+    def client_model(self, client: int | str) -> nn.Module:
         """Return a copy of the model that a client uses, in evaluation mode: with its private parts, if there are any.
 
         A client that has not taken part yet has their initial values.
+
+        Args:
+            client: its key in a dict of data, its value in the client column, or else its number, from 0.
         """
-        count = self.plan.clients.count
-        if not is_whole(client) or not 0 <= client < count:
-            raise BadInput(f"client_model: client = {client!r} is not one of the clients 0 to {count - 1}")
-        return copy_module(self.objective.module_at(*self.client_parameters(client))).eval()
+        number = client_number(client, self.reserved.names)
+        if not Ranks.current().owns(number):
+            raise BadInput(
+                f"another process of torchrun keeps what client {client!r} has: ask process "
+                f"{number % Ranks.current().world}, or lamina.load the run's folder"
+            )
+        return copy_module(self.objective.module_at(*self.client_parameters(number))).eval()
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint (safetensors). Later calls with the same folder write only the client states that changed.

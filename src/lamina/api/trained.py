@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from lamina.data.preprocessing import TablePreprocessing
 from lamina.data.readers.new import NewData, read_inputs, read_labelled
 from lamina.data.samples import in_form_of, new_inputs, sample_like
 from lamina.engines.devices import arithmetic, choose_device, usable_precision
+from lamina.experiment.runs.client_state import client_module
 from lamina.experiment.runs.model_file import build_loss, build_model
 from lamina.experiment.runs.records import Record, read_json, read_record
 from lamina.models.registry import Factory
@@ -30,7 +31,7 @@ from lamina.objective import losses
 from lamina.objective.batch import arguments
 from lamina.objective.losses import Loss
 from lamina.objective.objective import Objective
-from lamina.objective.outputs import elements_of, join_outputs, main_element, map_outputs, outputs_of
+from lamina.objective.outputs import elements_of, join_outputs, main_element, map_outputs, outputs_of, sample_axes
 from lamina.storage.checkpoint import read_model
 from lamina.training.evaluation import EVALUATION_BATCH, Evaluation
 from lamina.training.history import History, data_frame
@@ -186,10 +187,16 @@ class TrainedRun:
     """The names of the classes, by number."""
     preprocessing: TablePreprocessing | None = None
     """How the features of the training table were made; `predict` prepares new tables with it."""
+    client_name: int | str | None = None
+    """The client whose own model this is; None: the shared model."""
 
-    def __init__(self, record: Record, model: nn.Module, facts: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(
+        self, record: Record, model: nn.Module, facts: Mapping[str, Any], device: torch.device, is_best: bool = False
+    ) -> None:
+        self._record, self._is_best = record, is_best
         self.folder, self.config, self.history = record.folder, record.config, record.history
         self.model = model.to(device).eval()
+        self._has_warned = False
         self._facts, self._device, self._like = facts, device, sample_like(facts["samples"])
         self.class_names = None if self._like.class_names is None else tuple(self._like.class_names)
         stored = self.folder / "preprocessing.json"
@@ -200,37 +207,62 @@ class TrainedRun:
         kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
         self._dtype = next(iter(kinds)) if len(kinds) == 1 else torch.float32
 
+    def client(self, client: int | str) -> TrainedRun:
+        """Return the run with the model that a client uses for itself: with its private parts, or the algorithm's.
+
+        Args:
+            client: its key in a dict of data, its value in the client column, or else its number, from 0.
+        """
+        if self._is_best:
+            raise BadInput("the best model is the shared one: for a client's, load the run without best")
+        module = client_module(self.folder, self.config, self._facts, self.model, client)
+        own = TrainedRun(self._record, module, self._facts, self._device)
+        own.client_name = client
+        return own
+
     def predict(self, x: Any) -> Predictions:
         """Return the model's predictions for raw inputs.
 
         Args:
             x: inputs in any form that training data may have, without targets: arrays, tensors, lists, PIL images,
-                token ids, a table, a tuple or a dict of them, or the path of a file or folder. They are prepared as the
-                training data were: normalised, padded, columns found by name.
+                token ids, a table, a tuple or a dict of them, or the path of a file or folder; of a table also one row,
+                a dict of its values or a list of such dicts. They are prepared as the training data were: normalised,
+                padded, columns found by name.
         """
+        self._warn_of_private_parts()
         if isinstance(x, str | Path):
             x = self.read(x).x
+        columns = self._like.column_names.get("x", ())
+        if self.preprocessing is not None:
+            columns = tuple(column.name for column in self.preprocessing.columns)
+            if not (is_frame(x) or isinstance(x, Mapping | Dataset)) and getattr(x, "ndim", 0) > 1:
+                log.warning("an array is taken as features that are prepared already: for raw values, give a table")
+        x = _as_table(x, columns) if columns else x
         if self.preprocessing is not None and is_frame(x):
             x = self.preprocessing.transform(x)
         data = with_mask(new_inputs(x, self._like), self.model)
-        results: list[Any] = []
-        sizes: list[int] = []
+
+        def outputs(rows: NDArray[Any]) -> Any:
+            args, kwargs = arguments(data.subset(rows).to(self._device).inputs(slice(None), self._dtype))
+            try:
+                return map_outputs(Tensor.cpu, self.model(*args, **kwargs))
+            except LaminaError:
+                raise
+            except Exception as error:  # whatever a user's forward raises
+                raise BadInput(f"the model fails for {data!r}: {describe_error(error)}") from error
+
+        batches = [np.arange(i, min(i + EVALUATION_BATCH, len(data))) for i in range(0, len(data), EVALUATION_BATCH)]
         with torch.no_grad(), rng.forked(self._device, seed=0), arithmetic(self._precision):
-            for start in range(0, len(data), EVALUATION_BATCH):
-                part = data.subset(np.arange(start, min(start + EVALUATION_BATCH, len(data)))).to(self._device)
-                args, kwargs = arguments(part.inputs(slice(None), self._dtype))
-                try:
-                    results.append(map_outputs(Tensor.cpu, self.model(*args, **kwargs)))
-                    sizes.append(len(part))
-                except LaminaError:
-                    raise
-                except Exception as error:  # whatever a user's forward raises
-                    raise BadInput(f"the model fails for {data!r}: {describe_error(error)}") from error
+            results = [outputs(rows) for rows in batches]
+            whole = results[0]
+            if len(results) > 1:
+                axes = sample_axes(lambda samples: outputs(np.arange(samples)))
+                whole = join_outputs(results, [len(rows) for rows in batches], axes)
         try:
             loss = build_loss(self._facts["loss"])
         except BadInput:  # predictions do not need it
             loss = None
-        return Predictions(join_outputs(results, sizes), self.class_names, self._like, loss, len(data))
+        return Predictions(whole, self.class_names, self._like, loss, len(data))
 
     def read(self, path: str | Path) -> NewData:
         """Return the raw inputs in a file, for `predict`, and the columns that tell its rows apart."""
@@ -246,6 +278,7 @@ class TrainedRun:
             metrics: as for `Simulation`; the run's metrics unless given.
             loss: the run's loss, if it is your own function and cannot be imported.
         """
+        self._warn_of_private_parts()
         if self.preprocessing is not None and (isinstance(data, str | Path) or is_frame(data)):
             data = read_labelled(data, self.config["data"], self._like, self.preprocessing)
         whole, test = as_splits(data)
@@ -256,6 +289,16 @@ class TrainedRun:
         evaluation = Evaluation(self._metrics(metrics), with_mask(new, self.model).to(self._device))
         with arithmetic(self._precision):
             return evaluation.run(objective, objective.start, objective.buffers)
+
+    def _warn_of_private_parts(self) -> None:
+        """Warn once if the shared model is used and some of its parts are not trained."""
+        private = self.config["train"].get("private")
+        if private and self.client_name is None and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "the private parts of the shared model (%s) have the values from before round 1: for the model of a "
+                "client, use run.client(0) (lamina predict --client 0)", ", ".join(map(str, private)),
+            )  # fmt: skip
 
     def _metrics(self, given: Any) -> Any:
         """Return the metrics to compute: the given ones, or those of the run."""
@@ -269,7 +312,19 @@ class TrainedRun:
     def __repr__(self) -> str:
         data, algorithm = self.config["data"]["name"], self.config["algorithm"]["name"]
         rounds = plural(len(self.history), "round")
-        return f"TrainedRun('{self.folder}', {type(self.model).__name__}, {algorithm} on {data}, {rounds})"
+        whose = "" if self.client_name is None else f" of client {self.client_name!r}"
+        return f"TrainedRun('{self.folder}', {type(self.model).__name__}{whose}, {algorithm} on {data}, {rounds})"
+
+
+def _as_table(x: Any, columns: Sequence[str]) -> Any:
+    """Return rows as a table: a row of one, a dict of values or of columns, a list of dicts; other data as they are."""
+    if isinstance(x, Mapping):
+        has_several = any(isinstance(value, list | tuple) or getattr(value, "ndim", 0) for value in x.values())
+        return data_frame(dict(x) if has_several else [x], "run.predict(a dict)")
+    if isinstance(x, list) and x and all(isinstance(row, Mapping) for row in x):
+        return data_frame(x, "run.predict(a list of dicts)")
+    is_row = hasattr(x, "to_dict") and getattr(x, "ndim", 0) == 1 and any(str(name) in columns for name in x.index)
+    return data_frame([x.to_dict()], "run.predict(a row)") if is_row else x
 
 
 def load(
@@ -305,8 +360,8 @@ def load(
         raise BadInput(f"'{folder}' has no {weights_file.name} ({advice})")
     if not (folder / "model.json").exists():
         raise BadInput(
-            f"'{folder}' has no model.json, which says how its model is used (a federation writes none, nor did lamina "
-            "0.2): load the weights with read_model of lamina.storage.checkpoint"
+            f"'{folder}' has no model.json, which says how its model is used (a federation whose server evaluates "
+            "nothing writes none, nor did lamina 0.2): load the weights with read_model of lamina.storage.checkpoint"
         )
     facts = read_json(folder / "model.json")
     try:
@@ -323,11 +378,6 @@ def load(
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise BadInput(f"the weights of '{folder}' do not fit the model: {reason}") from error
-    if record.config["train"].get("private"):
-        log.warning(
-            "the private parts of the model (%s) are those before round 1: what the clients trained stays with them",
-            ", ".join(map(str, record.config["train"]["private"])),
-        )
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    return TrainedRun(record, module, facts, choose_device(device))
+    return TrainedRun(record, module, facts, choose_device(device), is_best=best)

@@ -81,14 +81,35 @@ def _partition_options(name: str) -> list[str]:
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(help="an algorithm, or an experiment file")]) -> None:
-    """Show an algorithm's options, with defaults, and its presets; or what an experiment file trains and sends."""
+def show(name: Annotated[str, typer.Argument(help="an algorithm, an experiment file, or a run's folder")]) -> None:
+    """Show an algorithm's options and presets, what an experiment file trains and sends, or what a run has reached."""
     if name.endswith(".toml"):
         _show_experiment(Path(name))
+        return
+    if Path(name).exists():
+        _show_run(Path(name))
         return
     from lamina.algorithms import find
 
     _show_algorithm(find(name))
+
+
+def _show_run(folder: Path) -> None:
+    """Show what a run trains, how far it is, its last and its best value, and how its model is used."""
+    from lamina.experiment.runs.folder import summary
+    from lamina.experiment.runs.records import read_record
+
+    record = read_record(folder)
+    history, rounds = record.history, record.config["train"]["rounds"]
+    echo(summary(record.config))
+    state = f"diverged: {record.diverged}" if record.diverged else "complete" if record.complete else "not complete"
+    echo(f"{len(history)} of {rounds} rounds, {state}")
+    metric = history.metric
+    if metric in history.columns:
+        values = [row[metric] for row in history if metric in row]
+        echo(f"{metric}: last {values[-1]:.4f}, best {history.best():.4f}")
+    if (folder / "model.safetensors").exists():
+        echo(f"use its model: lamina predict {folder} new.csv, or lamina.load('{folder}')")
 
 
 def _show_algorithm(kind: type[Algorithm]) -> None:

@@ -22,6 +22,9 @@ def predict(
         Path | None, typer.Option("--out", help="the .csv or .parquet file; else CSV is printed")
     ] = None,
     best: Annotated[bool, typer.Option("--best", help="the model of the best round, not that of the last")] = False,
+    client: Annotated[
+        str | None, typer.Option("--client", help="the own model of this client: its name or number")
+    ] = None,
 ) -> None:
     """Write the predictions of a trained model for new data: a row for every sample, with its probabilities."""
     from lamina.api.trained import load
@@ -30,6 +33,7 @@ def predict(
     if out_file is not None and out_file.suffix.lower() not in ("", ".csv", *PARQUET_SUFFIXES):
         raise BadInput(f"--out {out_file}: predictions are written as .csv or .parquet, not as '{out_file.suffix}'")
     run = load(folder, best=best)
+    run = run if client is None else run.client(client)
     new = run.read(data)
     predictions = run.predict(new.x)
     rows = list(predictions.rows())

@@ -218,8 +218,15 @@ def column_names(x: Any, y: Any) -> dict[str, tuple[str, ...]]:
     return {what: tuple(map(str, values.columns)) for what, values in parts.items() if is_frame(values)}
 
 
+NO_TARGETS = (
+    "if your loss takes none, give zeros, (x, torch.zeros(len(x))), which it ignores; to reconstruct the inputs, (x, x)"
+)
+
+
 def refuse_other_order(name: str, x: Any, y: Any) -> None:
     """Refuse pandas inputs and targets whose rows have the same labels in another order: rows are paired by place."""
+    if y is None:
+        raise BadInput(f"{name}: y is None, and every sample needs a target: {NO_TARGETS}")
     one, other = getattr(x, "index", None), getattr(y, "index", None)  # a list has a method of this name
     if one is None or other is None or not hasattr(one, "equals") or not hasattr(other, "equals"):
         return

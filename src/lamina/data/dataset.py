@@ -63,6 +63,7 @@ class Dataset:
         preprocessing: How x was made of a table; a run's folder keeps it, and new tables can be prepared with it.
         client_column: The column that names the client of every sample: each of its values is a client, unless a
             partition is given. A list or a dict of clients' data sets is joined to a data set with the column "client".
+        more_tests: Of test data, further test sets by name, whose columns end with it: ``accuracy@noisy``.
     """
 
     x: Any
@@ -79,6 +80,7 @@ class Dataset:
     labels_are_names: bool = False
     preprocessing: TablePreprocessing | None = None
     client_column: str | None = None
+    more_tests: Mapping[str, Dataset] = field(default_factory=dict)
     names_from_labels: bool = field(default=False, init=False)  # class_names are those in y: other data may have others
 
     def __post_init__(self) -> None:
@@ -311,6 +313,8 @@ def as_dataset(
             raise BadInput(
                 f"cannot read data of type {type(data).__name__}: give a pair (x, y) of arrays, a torch data set, a "
                 "pandas table, or one split of a Hugging Face dataset"
+                + f"; {convert.NO_TARGETS}"
+                * (getattr(data, "ndim", 0) > 1)
             )
         inputs, targets = data
         convert.refuse_other_order(name, inputs, targets)

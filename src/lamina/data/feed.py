@@ -156,6 +156,9 @@ def draw(function: OwnAugmentation, batch: Inputs, key: int) -> Inputs:
             "the augmentation must return what it is given, a batch with the same inputs, shapes and types: "
             f"{_kinds(batch)}, not {_kinds(result)}"
         )
+    # a GPU would have to be waited for in every step: there, the loss shows it
+    if generator.device.type == "cpu" and not all(bool(torch.isfinite(values).all()) for values in tensors(result)):
+        raise BadInput("the augmentation returns values that are NaN or infinite, and the data hold none: correct it")
     return result
 
 
@@ -163,7 +166,7 @@ def _kinds(batch: Any) -> str:
     if not isinstance(batch, Tensor | tuple | dict):
         return f"a {type(batch).__name__}"
     kinds = map_batch(lambda v: f"{v.dtype} {list(v.shape)}" if isinstance(v, Tensor) else type(v).__name__, batch)
-    return str(kinds)
+    return str(kinds).replace("'", "")
 
 
 def _drawn(function: OwnAugmentation, x: Any, keys: Tensor, counts: Tensor | None) -> Any:

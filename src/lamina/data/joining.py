@@ -30,6 +30,10 @@ def as_data(given: Any, name: str = "data") -> Dataset:
             raise BadInput("the data are a dict of 'train' and 'test': pass them apart, train and test=…")
         if not given or any(_is_data_set(item) or _is_pair(item) for item in given.values()):
             are_numbers = all(is_whole(key) for key in given)  # which are in the order of numbers, not of text
+            texts = list(map(str, given))
+            twice = next((key for key in given if texts.count(str(key)) > 1), None)
+            if twice is not None:
+                raise BadInput(f"two clients have the name {str(twice)!r}, as text and as another type: rename one")
             return _joined({int(key) if are_numbers else str(key): item for key, item in given.items()}, name)
     if isinstance(given, list | tuple):
         data_sets, pairs = list(map(_is_data_set, given)), list(map(_is_pair, given))
@@ -64,7 +68,7 @@ def _is_pair(item: Any) -> bool:
     """Return whether an item of a list is a pair (x, y), and not the x or the y of one."""
     if not isinstance(item, tuple | list) or len(item) != 2:
         return False
-    has_axes = [getattr(part, "ndim", 0) > 0 for part in item]
+    has_axes = [getattr(part, "ndim", 0) > 0 or part is None for part in item]  # y = None is refused with a hint
     return all(has_axes) or (isinstance(item, tuple) and isinstance(item[1], list | dict | tuple | np.ndarray | Tensor))
 
 

@@ -360,6 +360,8 @@ def _column(where: str, table: Any, name: str) -> Any:
     if name not in table:
         names = list(table.columns)
         raise BadInput(f"{where}: no column '{name}'{nearest(name, names)} (columns: {listed(names, most=20)})")
+    if list(table.columns).count(name) > 1:
+        raise BadInput(f"{where}: two columns have the name '{name}': rename or drop one")
     return table[name]
 
 
@@ -370,7 +372,10 @@ def _numbers(where: str, column: Any, name: str) -> NDArray[np.float64]:
     """
     present = np.flatnonzero(column.notna().to_numpy())
     if column.dtype.kind not in "iufb" and not all(is_number(column.iloc[row]) for row in present):
-        wrong = [int(row) for row in present if not _is_finite(column.iloc[row])] or [0]  # numbers stored as text
+        wrong = [int(row) for row in present if not _is_finite(column.iloc[row])]
+        if not wrong:
+            advice = f"convert it, pandas.to_numeric(table[{name!r}]), list the column in categorical"
+            raise _wrong_values(where, column, name, "numbers as text", [int(present[0])], advice)
         advice = "correct it or drop the row, list the column in categorical or dates"
         raise _wrong_values(where, column, name, "no number", wrong, advice)
     values = np.asarray(column.to_numpy(np.float64, na_value=np.nan))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
 from lamina.channel.channel import OPEN, Channel, Link, Sent
+from lamina.engines.state import State
 from lamina.objective.layers import ChannelsLast
 from lamina.objective.objective import Buffers, Objective
 
@@ -82,6 +83,16 @@ def personal_model(objective: Objective, x: Tensor, buffers: Buffers, record: An
         return objective.whole(x), buffers
     kept = unpack(record)
     return x if kept.server is None else private.join(x, kept.server.x), buffers | kept.buffers
+
+
+def model_in_use(algorithm: Algorithm, objective: Objective, state: State, client: int) -> tuple[Tensor, Buffers]:
+    """Return the parameters and buffers of the model that a client uses for itself."""
+    record = state.clients.get(client)
+    if record is None:  # it has not taken part yet
+        record = first_record(algorithm, objective, state.server.x, state.private_start, state.buffers)
+    record = type(record)(*(None if value is None else value.to(objective.device) for value in record))
+    x, buffers = personal_model(objective, state.server.x, state.buffers, record)
+    return algorithm.client_model(x, unpack(record).client), buffers
 
 
 def client_broadcast(

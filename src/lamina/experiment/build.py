@@ -96,7 +96,6 @@ def build(experiment: Experiment, splits: Splits | None = None) -> Training:
         local_test=data.local_test,
         metrics=metrics,
         patience=experiment.train.patience,
-        more_tests=experiment.objects.more_tests if data.validation is None else None,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lamina.data.dataset import Dataset, Splits
+from lamina.data.dataset import Splits
 from lamina.data.partitions import Partition
 from lamina.models.registry import Factory
 from lamina.objective.batch import map_batch
@@ -19,7 +19,6 @@ from lamina.objective.losses import as_loss
 from lamina.rounds.settings import function_name
 from lamina.storage.identity import (
     content_digest,
-    dataset_digest,
     held_values,
     json_digest,
     parts_with_code,
@@ -40,7 +39,6 @@ class Objects:
     """
 
     data: Splits | None = None
-    more_tests: Mapping[str, Dataset] = field(default_factory=dict)  # further test data by name
     model: nn.Module | Factory | None = None  # a module, or a function that returns a new one
     partition: Partition | None = None
     metrics: Sequence[Metric] | None = None
@@ -58,8 +56,6 @@ class Objects:
             masks = [map_batch(content_digest, part.mask) for part in self.data if part and part.mask is not None]
             digest = splits_digest(*self.data, partition)
             config["data"]["content"] = json_digest([digest, masks]) if masks else digest
-        if self.more_tests:
-            config["data"]["tests"] = {name: dataset_digest(data) for name, data in self.more_tests.items()}
         if self.model is not None:
             options = {key: value for key, value in config["model"].items() if key != "name"}
             key = json.dumps(options, default=str)

@@ -145,6 +145,10 @@ def _table(tree: Tree, key: str) -> Tree:
 
 
 def _read(path: Path) -> Tree:
+    if path.is_dir():
+        is_run = (path / "config.json").exists()
+        hint = f"a run's folder: `lamina run {path / 'config.json'}` runs it again" if is_run else "a folder"
+        raise BadInput(f"'{path}' is {hint}; give an experiment file (TOML)")
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except OSError as error:

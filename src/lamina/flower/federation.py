@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import logging
@@ -24,6 +25,7 @@ from lamina.experiment import build as building
 from lamina.experiment.config import Experiment
 from lamina.experiment.runs.folder import RunFolder
 from lamina.experiment.runs.log_lines import LogLines
+from lamina.experiment.runs.model_file import describe_model
 from lamina.experiment.sections import augment_keys
 from lamina.flower.mail import Mail
 from lamina.flower.node import Node, client_number
@@ -113,14 +115,14 @@ class Federation(Setup):
             "metrics": experiment.train.metrics,
         }
         federation = cls(algorithm, dealt.model, dealt.part, **(given | dict(settings) | more))
-        federation.resolved_config = dealt.config
+        federation.described = lambda: dealt.facts
         if experiment.data.heldout_clients is not None or experiment.data.local_test is not None:
             federation.client_samples = dealt.client_samples
         return federation
 
     def config(self) -> dict[str, Any]:
         """Return the run's configuration, as its folder stores it."""
-        config = self._described() if self.resolved_config is None else self.resolved_config()
+        config = self._described() if self.described is None else copy.deepcopy(self.described()[0])
         config["train"]["rounds"] = self.rounds
         config["run"] |= {"device": str(choose_device(self.device)), "engine": "flower"}
         # A separate section, so that a report does not take a federation for a repetition of its simulation.
@@ -213,10 +215,12 @@ class _Dealt:
     def model(self) -> nn.Module:
         return building.build_model(self.experiment, self.splits.train)
 
-    def config(self) -> dict[str, Any]:
-        """Return the resolved configuration, with the engine that nodes use."""
+    @functools.cached_property
+    def facts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The resolved configuration, with the engine that nodes use, and the content of model.json."""
         plain = self.experiment.changed(run={"engine": "loop", "precision": "fp32"})
-        return building.resolved(plain, building.build(plain, self.splits))
+        training = building.build(plain, self.splits)
+        return building.resolved(plain, training), describe_model(training, plain)
 
 
 def read_nodes(given: Any, clients: int) -> dict[int, int]:

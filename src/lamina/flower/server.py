@@ -18,9 +18,12 @@ import numpy as np
 from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.base.errors import Diverged, LaminaError
 from lamina.base.text import listed, plural
+from lamina.data.dataset import Dataset, as_dataset
+from lamina.data.samples import describe_samples
 from lamina.engines.divergence import went_nonfinite
 from lamina.engines.state import RoundReport, RoundSums, State, client_weights, close_round
 from lamina.experiment.runs.folder import RunFolder
+from lamina.experiment.runs.model_file import describe_parts
 from lamina.flower.checks import Update
 from lamina.flower.exchange import Exchange
 from lamina.flower.judge import Judge
@@ -56,12 +59,16 @@ class Server:
         self.objective.refuse_rate(self.protocol.lr)
         test_data = None
         if setup.test is not None and setup.evaluate_on != "nodes":
-            test_data = setup.dataset(setup.test(), self.objective)
+            given = setup.test()
+            test_data = setup.dataset(given, self.objective)
             check_evaluation(self.objective, test_data, setup.metrics)
             folder.preprocessing = test_data.preprocessing
+            folder.model = self._describe_model(as_dataset(given))
         groups = setup.client_samples() if setup.evaluate_on != "nodes" else []
         groups = [group._replace(data=with_mask(group.data, self.objective.module)) for group in groups]
-        self.evaluation = evaluation.Evaluation(setup.metrics, test_data, groups)
+        more_tests = {} if test_data is None else test_data.more_tests
+        more_tests = {name: setup.dataset(data, self.objective) for name, data in more_tests.items()}
+        self.evaluation = evaluation.Evaluation(setup.metrics, test_data, groups, more_tests)
         self.state = State.start(self.algorithm, self.objective, self.plan.clients.count)
         self.history = History()
         self.journal = Journal(folder.path)
@@ -70,6 +77,22 @@ class Server:
         self.mail, self.roster = mail, Roster(setup, mail.grid, nodes)
         self.exchange = Exchange(setup, self.objective, self.mail, self.roster, memory)
         self._warned: dict[str, int] = {}  # by line: the last round with this warning
+
+    def _describe_model(self, test: Dataset) -> dict[str, Any]:
+        """Return the content of model.json; without an experiment file, only test data tell what samples look like."""
+        setup = self.setup
+        if setup.described is not None:
+            return setup.described()[1]
+        return describe_parts(
+            self.objective,
+            self.algorithm,
+            loss=self.protocol.loss,
+            metrics=setup.metrics or (),
+            samples=describe_samples(test),
+            clients=self.plan.clients.count,
+            model={},
+            given=setup.make_model,
+        )
 
     # --- the run ----------------------------------------------------------------------------------------------------
 

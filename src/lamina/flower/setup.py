@@ -72,7 +72,7 @@ class Setup:
         self.out, self.nodes, self.accept_changed_code = out, nodes, accept_changed_code
         self.metrics = find_all(metrics)
         # of an experiment file
-        self.resolved_config: Callable[[], dict[str, Any]] | None = None
+        self.described: Callable[[], tuple[dict[str, Any], dict[str, Any]]] | None = None  # config.json and model.json
         self.client_samples: Callable[[], list[ClientSamples]] = list  # that no client trains on
         for name, maker in {"model": model, "data": data, "test": test, "node_test": node_test}.items():
             if isinstance(maker, nn.Module) or (maker is not None and not callable(maker)):

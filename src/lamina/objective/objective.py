@@ -68,7 +68,7 @@ class Objective:
         self.private: Private | None = None
         if private:  # buffers of whole numbers stay as they are, for every client
             floating = [name for name, buffer in self.buffers.items() if buffer.is_floating_point()]
-            self.private = Private(private, self.layers, floating, self.device, _other_names(module))
+            self.private = Private(private, self.layers, floating, self.device, _other_names(module), self.frozen)
         self.attributes = attributes_digest(module)  # taken now, because a forward pass may change them
         # a layer the user froze with .eval() in a module that trains (BatchNorm, usually) stays as it is
         self.always_evaluated = {n for n, m in module.named_modules() if not m.training} if module.training else set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,36 +80,40 @@ def tensors_in(result: Any) -> list[Tensor]:
     return tensors
 
 
-def sample_axis(tensor: Tensor, samples: int) -> int | None:
-    """Return the axis of so many samples, the first one that fits; the hidden state of an LSTM has it on axis 1."""
-    return next((axis for axis, size in enumerate(tensor.shape) if size == samples), None)
+def sample_axes(result_of: Callable[[int], Any]) -> list[int | None]:
+    """Return the axis of the samples in every tensor of a result, given for any number of samples; None: it has none.
+
+    The hidden state of an LSTM has the samples on axis 1. One result would not tell: an LSTM may have as many layers as
+    there are samples.
+    """
+    few, more = (tensors_in(result_of(samples)) for samples in (2, 3))
+    shapes = (zip(one.shape, other.shape, strict=False) for one, other in zip(few, more, strict=False))
+    return [next((axis for axis, sizes in enumerate(pairs) if sizes == (2, 3)), None) for pairs in shapes]
 
 
-def join_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Return what a model returned for several batches of these sizes as if they were one.
+def join_outputs(parts: Sequence[Any], sizes: Sequence[int], axes: Iterable[int | None]) -> Any:
+    """Return what a model returned for several batches of these sizes as if they were one; `sample_axes` finds `axes`.
 
     A tensor without samples, such as a penalty of the whole batch, becomes the mean over all samples.
     """
-    if len(parts) == 1:
-        return parts[0]
 
-    def joined(tensors: Sequence[Tensor]) -> Tensor:
-        axis = sample_axis(tensors[0], sizes[0])
-        if axis is not None:
+    def joined(tensors: Sequence[Tensor], axis: int | None) -> Tensor:
+        if axis is not None and tensors[0].dim():
             return torch.cat(list(tensors), axis)
         weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
         return torch.stack([tensor * float(weight) for tensor, weight in zip(tensors, weights, strict=True)]).sum(0)
 
-    columns = iter([joined(tensors) for tensors in zip(*map(tensors_in, parts), strict=True)])
+    columns = iter(list(map(joined, zip(*map(tensors_in, parts), strict=True), axes)))
     return map_outputs(lambda _: next(columns), parts[0])
 
 
-def select_samples(result: Any, rows: Tensor, samples: int) -> Any:
+def select_samples(result: Any, rows: Tensor, axes: Iterable[int | None]) -> Any:
     """Return what a model returned for some of the samples; a tensor without samples stays."""
+    places = iter(axes)
 
     def selected(tensor: Tensor) -> Tensor:
-        axis = sample_axis(tensor, samples)
-        return tensor if axis is None else tensor.index_select(axis, rows.to(tensor.device))
+        axis = next(places, None)
+        return tensor if axis is None or not tensor.dim() else tensor.index_select(axis, rows.to(tensor.device))
 
     return map_outputs(selected, result)
 

@@ -6,7 +6,7 @@ parameters are in no message. Local training works on the whole vector, which `j
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -36,11 +36,18 @@ class Private:
         buffers: Sequence[str],
         device: torch.device,
         other_names: Mapping[str, str] | None = None,
+        frozen: Iterable[str] = (),
     ) -> None:
         tied = {name: first for name, first in (other_names or {}).items() if first in (*layers.names, *buffers)}
         names = [*layers.names, *buffers, *tied]
         for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
+            is_matched = any(fnmatchcase(name, pattern) for name in names)
+            if not is_matched and any(fnmatchcase(name, pattern) for name in frozen):
+                raise BadInput(
+                    f"private = {pattern!r} matches only frozen parameters, which are never sent and are the same "
+                    "for every client: leave the pattern out, or let them train with requires_grad_(True)"
+                )
+            if not is_matched:
                 raise BadInput(
                     f"private = {pattern!r} matches no trained parameter and no buffer of the model"
                     f"{nearest(pattern, names)}; patterns are like 'head.*' (names: {listed(names, most=10)})"

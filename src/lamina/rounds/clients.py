@@ -161,6 +161,7 @@ class Reserved(NamedTuple):
     heldout: Parts  # of the clients that never train
     local_tests: Parts  # of every training client that has more than one sample
     tested: Sequence[int] = ()  # the numbers of these clients
+    names: Sequence[Any] = ()  # of the training clients: values of the client column, else their numbers as dealt
 
     @property
     def dealt(self) -> int:
@@ -177,8 +178,9 @@ def reserve(clients: Clients, heldout: Heldout | None, local_test: float | None,
         local_test: the fraction of every other client's samples that it is evaluated on, and does not train on.
         seed: the source of the choice.
     """
+    names = _names_of(clients)
     if heldout is None and local_test is None:
-        return Reserved(clients, NO_PARTS, NO_PARTS)
+        return Reserved(clients, NO_PARTS, NO_PARTS, names=names)
     if clients.reallocation is not None:
         raise BadInput("held-out clients and local test splits need clients that keep their data, not 'reallocate'")
     if clients.parts.may_repeat:
@@ -199,7 +201,32 @@ def reserve(clients: Clients, heldout: Heldout | None, local_test: float | None,
             raise BadInput("local_test needs clients with more than one sample")
     samples = int(clients.parts.samples.max()) + 1
     heldout_parts = Parts.of([parts[client] for client in sorted(out)])
-    return Reserved(Clients(training, samples), heldout_parts, Parts.of(tests), tested)
+    names = [name for client, name in enumerate(names) if client not in out] if out else names
+    return Reserved(Clients(training, samples), heldout_parts, Parts.of(tests), tested, names)
+
+
+def _names_of(clients: Clients) -> Sequence[Any]:
+    """Return the clients' names, whole numbers or texts: the values of the client column, or their numbers."""
+    if clients.column is None:
+        return range(clients.count)
+    values = clients.column[clients.parts.samples[clients.parts.bounds[:-1]]].tolist()
+    return [value if isinstance(value, int) else str(value) for value in values]
+
+
+def client_number(client: Any, names: Sequence[Any]) -> int:
+    """Return the number, in training, of a client given by its name; 3 and "3" are the same.
+
+    >>> client_number("north", ["east", "north"]), client_number(7, [5, 7])
+    (1, 1)
+    """
+    if client in names and not isinstance(client, bool):
+        return names.index(client)
+    numbers = {str(name): number for number, name in enumerate(names)}
+    if isinstance(client, bool) or str(client) not in numbers:
+        is_range = list(names) == list(range(len(names)))
+        known = f"0 to {len(names) - 1}" if is_range else listed([repr(name) for name in names], most=20)
+        raise BadInput(f"there is no client {client!r}{nearest(str(client), numbers)} (clients that train: {known})")
+    return numbers[str(client)]
 
 
 def _heldout_clients(clients: Clients, heldout: Heldout | None, seed: int) -> set[int]:

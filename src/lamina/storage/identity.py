@@ -177,6 +177,8 @@ def structure_digest(objective: Objective) -> str:
 def splits_digest(train: Dataset, test: Dataset | None, partition: Partition) -> str:
     """Return a digest of the contents of training and test data, and of the columns that a partition splits by."""
     contents = [None if data is None else dataset_digest(data) for data in (train, test)]
+    more_tests = {} if test is None else test.more_tests
+    contents += [part for name, data in more_tests.items() for part in (name, dataset_digest(data))]
     columns = (train.columns[name].astype(str).tolist() for name in columns_read(partition, train))
     return json_digest([*contents, *(hashlib.sha256("\0".join(values).encode()).hexdigest() for values in columns)])
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from lamina.engines.state import RoundReport
 from lamina.objective.batch import Targets, named_tensors, take, tensors
 from lamina.objective.losses import aligned, class_axis, counted, hits
 from lamina.objective.objective import Buffers, Objective
-from lamina.objective.outputs import join_outputs, main_element, map_outputs, outputs_of, select_samples
+from lamina.objective.outputs import join_outputs, main_element, map_outputs, outputs_of, sample_axes, select_samples
 from lamina.rounds.clients import Reserved
 from lamina.rounds.plan import RoundFacts
 from lamina.training.history import History, Row
@@ -42,6 +42,7 @@ from lamina.training.metrics import (
     judged_column,
     mean,
     of_column,
+    outputs_and_targets,
 )
 
 log = logging.getLogger(__name__)
@@ -129,8 +130,31 @@ def predict(
                 metrics = () if batch.hits is None else (ACCURACY,)
             for metric in with_loss(metrics):
                 kept.setdefault(metric, []).append(keep(metric, batch))
+    if len(parts) == 1:
+        return {metric: batches[0] for metric, batches in kept.items()}
     sizes = [part.stop - part.start for part in parts]
-    return {metric: _joined(metric, batches, sizes) for metric, batches in kept.items()}
+    return {
+        metric: _joined(metric, batches, sizes, axes_of_samples(objective, data, metric))
+        for metric, batches in kept.items()
+    }
+
+
+def axes_of_samples(objective: Objective, data: Dataset, metric: Metric) -> Iterable[int | None]:
+    """Return the axis of the samples in every tensor that a metric keeps.
+
+    What a metric's own `keep` returns has the samples on the first axis; of what a model returns, it is tried out.
+    """
+    if metric.keep is not outputs_and_targets:
+        return itertools.repeat(0)
+
+    def kept(samples: int) -> Values:
+        some = data.subset(np.arange(samples) % len(data))
+        inputs = some.inputs(slice(None), objective.dtype)
+        outputs = objective.outputs(objective.start, objective.buffers, inputs, train=False)
+        return keep(metric, as_batch(objective, outputs, some.y, data.classes))
+
+    with torch.no_grad(), rng.forked(objective.device, seed=0):
+        return sample_axes(kept)
 
 
 def evaluation_batches(objective: Objective, data: Dataset, bounds: Sequence[int] | None = None) -> list[slice]:
@@ -152,10 +176,10 @@ def evaluation_batches(objective: Objective, data: Dataset, bounds: Sequence[int
     return [slice(start, min(start + size, len(data))) for start in range(0, len(data), size)]
 
 
-def _joined(metric: Metric, batches: Sequence[Values], sizes: Sequence[int]) -> Values:
+def _joined(metric: Metric, batches: Sequence[Values], sizes: Sequence[int], axes: Iterable[int | None]) -> Values:
     """Return what a metric keeps of several batches as if they were one."""
     try:
-        return tuple(join_outputs(parts, sizes) for parts in zip(*batches, strict=True))
+        return cast(Values, join_outputs(batches, sizes, axes))
     except RuntimeError as error:
         raise BadInput(
             f"metric '{metric.name}' needs all outputs together, and those of several batches do not fit "
@@ -229,11 +253,14 @@ def in_order(group: ClientSamples) -> ClientSamples:
     return group._replace(data=group.data.subset(samples), parts=Parts(np.arange(len(samples)), group.parts.bounds))
 
 
-def samples_by_client(test: Dataset, reserved: Reserved, names: NDArray[Any]) -> ClientSamples:
-    """Return the clients' own test data; `names` are the clients of the training samples."""
+def samples_by_client(test: Dataset, names: Sequence[Any]) -> ClientSamples:
+    """Return the own test data of the clients with these names."""
     values, owners = np.unique(test.columns[test.client_column or ""], return_inverse=True)
-    parts, places = Parts.by_owner(owners, len(values)), {value: place for place, value in enumerate(values.tolist())}
-    wanted = [places.get(names[part[0]].item()) for part in reserved.training.parts]
+    parts, places = (
+        Parts.by_owner(owners, len(values)),
+        {str(value): place for place, value in enumerate(values.tolist())},
+    )
+    wanted = [places.get(str(name)) for name in names]
     tested = [client for client, place in enumerate(wanted) if place is not None]
     if not tested:
         raise BadInput("no client that trains has test data: give some, or hold out fewer clients")
@@ -241,20 +268,25 @@ def samples_by_client(test: Dataset, reserved: Reserved, names: NDArray[Any]) ->
     return in_order(ClientSamples("client_", "_mean", test, Parts.of(rows), False, tested))
 
 
-def client_columns(metric: Metric, values: Values, group: ClientSamples) -> dict[str, float]:
-    """Return a metric over clients: mean (or that of all samples), mean of the worst 10 %, and standard deviation.
-
-    A client whose samples give no number (an AUROC of one class) does not count.
-    """
+def client_scores(objective: Objective, metric: Metric, values: Values, group: ClientSamples) -> NDArray[Any]:
+    """Return a metric of every client; NaN for one whose samples give no number (an AUROC of one class)."""
     parts = group.parts
     if metric.function is mean:
         numbers, *counts = (np.add.reduceat(v.cpu().numpy()[parts.samples], parts.bounds[:-1]) for v in values)
         with np.errstate(invalid="ignore"):  # a client without any label has no score
-            scores = numbers / (counts[0] if counts else parts.sizes.astype(numbers.dtype))
-    else:
-        values, samples = map_outputs(Tensor.cpu, values), len(group.data)
-        own = (select_samples(values, torch.from_numpy(part), samples) for part in parts)
-        scores = np.array([float(value_of(metric, value)) for value in own])
+            scores: NDArray[Any] = numbers / (counts[0] if counts else parts.sizes.astype(numbers.dtype))
+        return scores
+    values, axes = map_outputs(Tensor.cpu, values), axes_of_samples(objective, group.data, metric)
+    own = (select_samples(values, torch.from_numpy(part), axes) for part in parts)
+    return np.array([float(value_of(metric, value)) for value in own])
+
+
+def client_columns(objective: Objective, metric: Metric, values: Values, group: ClientSamples) -> dict[str, float]:
+    """Return a metric over clients: mean (or that of all samples), mean of the worst 10 %, and standard deviation.
+
+    A client whose samples give no number does not count.
+    """
+    scores = client_scores(objective, metric, values, group)
     scores = np.sort(scores[~np.isnan(scores)])
     name = f"{group.prefix}{metric.name}"
     if not len(scores):
@@ -281,7 +313,10 @@ def predict_apart(
     by_client = ranks.gather(kept)
     lists = zip(*(by_client[client] for client in group.clients), strict=True)  # by metric: what every client keeps
     sizes = group.parts.sizes.tolist()
-    return {metric: _joined(metric, values, sizes) for metric, values in zip(metrics, lists, strict=True)}
+    return {
+        metric: _joined(metric, values, sizes, axes_of_samples(objective, group.data, metric))
+        for metric, values in zip(metrics, lists, strict=True)
+    }
 
 
 @dataclass(frozen=True)
@@ -334,10 +369,29 @@ class Evaluation:
                 for kept, columns in evaluated:
                     chosen = self.metrics or [metric for metric in kept if metric is not LOSS or len(kept) == 1]
                     for metric in chosen:
-                        row |= client_columns(metric, kept[metric], columns)
+                        row |= client_columns(objective, metric, kept[metric], columns)
             return row
 
         return finish
+
+    def of_clients(
+        self, objective: Objective, x: Tensor, buffers: Buffers, model_of: ClientModels | None = None
+    ) -> dict[int, dict[str, float]]:
+        """Return the loss and the metrics of every client that has samples to evaluate on, by its number."""
+        group = next((group for group in self.clients if group.clients), None)
+        if group is None:
+            raise BadInput(
+                "no client has samples of its own to evaluate on: give local_test=0.2, test data by client, or "
+                "client_metrics=True for those that it trains on"
+            )
+        kept = predict(objective, x, buffers, group.data, self.metrics, group.parts.bounds.tolist())
+        if model_of is not None:
+            kept = predict_apart(objective, model_of, group, [*kept])
+        scores = {each.name: client_scores(objective, each, kept[each], group).tolist() for each in kept}
+        return {
+            client: {name: values[place] for name, values in scores.items()}
+            for place, client in enumerate(group.clients)
+        }
 
     def run(
         self, objective: Objective, x: Tensor, buffers: Buffers, model_of: ClientModels | None = None

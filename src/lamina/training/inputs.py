@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -40,7 +41,8 @@ def as_algorithm(algorithm: Any) -> Algorithm:
 def as_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None]:
     """Return training and test data, given as objects, as a pair of `Dataset`s, or by the name of a data set.
 
-    Either may be a list or a dict with the data sets of the clients.
+    Either may be a list or a dict with the data sets of the clients. A dict of test data without a key that is a client
+    holds test sets by name: runs are judged by the first, which gets the others as `more_tests`.
     """
     if isinstance(data, str):
         data = sources.load(data)
@@ -52,7 +54,10 @@ def as_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None]:
             "two inputs and two targets of one shape are a lamina.Dataset(x, y); for the data of two clients, give a "
             "list: [(x, y), (x, y)]"
         )
-    train_data, test_data = as_data(data), None if test is None else as_data(test)
+    train_data = as_data(data)
+    if isinstance(test, Mapping) and not hub.is_hub_dataset(test) and not _has_client(train_data, test):
+        return train_data, _with_more_tests(train_data, test)
+    test_data = None if test is None else as_data(test)
     if test_data is not None:
         _check_clients(train_data, test_data)
         if not isinstance(test, Dataset):
@@ -61,21 +66,14 @@ def as_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None]:
     return train_data, test_data
 
 
-def as_named_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None, dict[str, Dataset]]:
-    """Return training data, the test data that runs are judged by, and further test data by name.
-
-    A dict holds test sets by name, the first of which is the one that runs are judged by. If the training data are by
-    client and some key is one of the clients, it holds the test data of each.
-    """
-    if isinstance(test, Mapping) and not hub.is_hub_dataset(test):
-        data, _ = as_splits(data)
-        if not _has_client(data, test):
-            if not test or not all(isinstance(name, str) and name.isidentifier() for name in test):
-                raise BadInput(f"test is a dict with the keys {short_repr(list(test))}: name every test set by a word")
-            named = {name: as_splits(data, each)[1] for name, each in test.items()}
-            first, *others = ((name, each) for name, each in named.items() if each is not None)
-            return data, first[1], dict(others)
-    return *as_splits(data, test), {}
+def _with_more_tests(data: Dataset, named: Mapping[Any, Any]) -> Dataset:
+    """Return the first of several test sets, with the others."""
+    if not named or not all(isinstance(name, str) and name.isidentifier() for name in named):
+        raise BadInput(f"test is a dict with the keys {short_repr(list(named))}: name every test set by a word")
+    if any(each is None for each in named.values()):
+        raise BadInput("a test set in the dict of test data is None: give its data, or leave it out")
+    first, *others = (cast(Dataset, as_splits(data, each)[1]) for each in named.values())
+    return dataclasses.replace(first, more_tests=dict(zip(list(named)[1:], others, strict=True)))
 
 
 def _has_client(train: Dataset, test: Mapping[Any, Any]) -> bool:

@@ -60,7 +60,8 @@ class Batch(NamedTuple):
     counted: Tensor | None = None  # which targets count, in their shape; None: all
 
 
-def _outputs_and_targets(batch: Batch) -> Values:
+def outputs_and_targets(batch: Batch) -> Values:
+    """Keep all that the model returns, and all targets."""
     return batch.outputs, batch.targets
 
 
@@ -85,7 +86,7 @@ class Metric:
     function: Callable[..., Any]
     larger_is_better: bool = True
     percent: bool = False
-    keep: Callable[[Batch], Values] = _outputs_and_targets
+    keep: Callable[[Batch], Values] = outputs_and_targets
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name.isidentifier()):
@@ -364,6 +365,9 @@ def find_all(metrics: Any) -> tuple[Metric, ...] | None:
         return None
     if isinstance(metrics, str | Metric) or callable(metrics):
         metrics = [metrics]
+    if isinstance(metrics, Mapping) and metrics:
+        first = next(iter(metrics))
+        raise BadInput(f"metrics is a dict: give a list, such as [lamina.Metric({str(first)!r}, function), 'accuracy']")
     if not isinstance(metrics, Sequence) or not metrics:
         raise BadInput(f"metrics = {short_repr(metrics)}: give a list of at least one, such as ['accuracy', 'f1']")
     every = tuple(find(metric) for metric in metrics)

@@ -28,10 +28,9 @@ from lamina.data.matching import match
 from lamina.data.samples import describe_samples
 from lamina.engines.choice import Engine, choose_engine
 from lamina.engines.devices import Precision, arithmetic, check_model_fits, usable_precision
-from lamina.engines.personal import first_record, personal_model, unpack
+from lamina.engines.personal import first_record, model_in_use
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.layers.convolution import prepare_kernels
-from lamina.engines.stacked.rows import on_device
 from lamina.engines.state import RoundReport, State
 from lamina.models.registry import Factory
 from lamina.objective.objective import Buffers, Objective, copy_module
@@ -110,7 +109,6 @@ class Training:
     Args:
         metrics: the primary one first; None: the accuracy, where there is one, else the loss.
         patience: as for `Simulation`.
-        more_tests: further test data, whose columns end with their name: ``accuracy@noisy``.
     """
 
     def __init__(
@@ -129,7 +127,6 @@ class Training:
         local_test: float | None,
         metrics: Sequence[Metric] | None,
         patience: int | None = None,
-        more_tests: Mapping[str, Dataset] | None = None,
     ) -> None:
         self.patience = None if patience is None else check_count("patience", patience)
         # what trains, by which settings, where
@@ -152,7 +149,8 @@ class Training:
         self.train_data = with_mask(train, module).to(device)
         warn_of_padding(self.train_data)
         self.test_data = None if test is None else with_mask(match(test, train), module).to(device)
-        named = {name: with_mask(match(each, train), module).to(device) for name, each in (more_tests or {}).items()}
+        more_tests = {} if test is None else test.more_tests
+        named = {name: with_mask(match(each, train), module).to(device) for name, each in more_tests.items()}
         check_settings(protocol, self.train_data)
         self.all_clients = deal(self.train_data, clients, partition, protocol.seed)
         self.reserved = reserve(self.all_clients, heldout_clients, local_test, protocol.seed)
@@ -284,6 +282,19 @@ class Training:
         with arithmetic(self.precision, self.deterministic):
             return self.start_evaluation()()
 
+    def evaluate_clients(self) -> list[dict[str, Any]]:
+        """Return a row for every client that has samples to evaluate on: its name, its loss and the metrics.
+
+        They are those of the columns ``client_…``: the clients' test splits or test data, or, with `client_metrics`,
+        what they train on. A client that has a model of its own is evaluated with that.
+        """
+        state, names = self.state, self.reserved.names
+        x = self.objective.whole(state.server.x, state.private_start)
+        model_of = self.client_parameters if self.has_client_models else None
+        with arithmetic(self.precision, self.deterministic):
+            rows = self.evaluation.of_clients(self.objective, x, state.buffers, model_of)
+        return [{"client": names[client], **row} for client, row in rows.items()]
+
     def start_evaluation(self) -> Callable[[], dict[str, float]]:
         """Start the evaluation of the current model, and of the clients' own models if they have any."""
         state = self.state
@@ -298,21 +309,13 @@ class Training:
         return self.objective.private is not None or has_client_models(self.algorithm)
 
     def client_parameters(self, client: int) -> tuple[Tensor, Buffers]:
-        """Return the parameters and buffers of the model that a client uses."""
-        state, objective = self.state, self.objective
-        record = state.clients.get(client)
-        if record is None:
-            record = first_record(
-                self.algorithm, objective, state.server.x, state.private_start, state.buffers, self.protocol.channel
-            )
-        record = on_device(record, self.device)
-        x, buffers = personal_model(objective, state.server.x, state.buffers, record)
-        return self.algorithm.client_model(x, unpack(record).client), buffers
+        """Return the parameters and buffers of the model that a client uses, by its number in training."""
+        return model_in_use(self.algorithm, self.objective, self.state, client)
 
     def _client_samples(self, client_metrics: bool, chosen: Sequence[Metric] | None) -> list[ClientSamples]:
         """Return the clients' samples to evaluate on."""
         reserved, parts = reserved_samples(self.reserved, self.train_data, self.device), self.plan.clients.parts
-        names, test = self.all_clients.column, self.test_data
+        test = self.test_data
         is_by_client = test is not None and test.client_column is not None
         if is_by_client and self.all_clients.column_name != self.train_data.client_column:
             log.warning("the data are dealt to other clients, so the clients' test data are evaluated together only")
@@ -320,8 +323,7 @@ class Training:
             if self.reserved.local_tests:
                 raise BadInput("the clients have test data of their own: leave local_test out")
             assert test is not None
-            assert names is not None
-            reserved.insert(0, samples_by_client(test, self.reserved, names))
+            reserved.insert(0, samples_by_client(test, self.reserved.names))
         if not client_metrics:
             return reserved
         if any(group.prefix == "client_" for group in reserved):

@@ -39,6 +39,9 @@ def read_inputs(
     """
     if not path.exists():
         raise BadInput(f"there is no file or folder '{path}'")
+    if path.suffix in (".toml", ".json", ".jsonl") or (path / "config.json").exists():
+        what = "a run's folder" if path.is_dir() else f"a {path.suffix} file"
+        raise BadInput(f"'{path}' is {what}, not data: give a CSV or Parquet file, arrays, or pictures")
     if path.suffix in ARRAYS or (path.is_dir() and any(path.glob("*.npy"))):
         return _read_arrays(path, options, like)
     if path.is_dir() or path.suffix.lower() in folders.SUFFIXES:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from lamina.base.errors import BadInput, LaminaError, describe_error, is_number, nearest, short_repr
 from lamina.base.registry import import_named, parameters_of
 from lamina.data.dataset import Dataset, Splits, as_dataset
+from lamina.data.hub import is_hub_dataset
 from lamina.data.joining import as_data
 from lamina.data.matching import inherit_normalisation, match
 from lamina.data.readers import arrays, folders, table
@@ -40,6 +41,11 @@ FORMATS: dict[str, Format] = {
 
 def load_format(name: str, data_dir: Any, options: Mapping[str, Any], client: str | None) -> Splits:
     """Read files of a format; relative paths start at `data_dir`, else at the current folder."""
+    named = options.get("test")
+    if isinstance(named, Mapping):  # every file is read with the training data, whose classes and columns count
+        first, *others = (load_format(name, data_dir, {**options, "test": file}, client) for file in named.values())
+        more_tests = {key: splits.test for key, splits in zip(list(named)[1:], others, strict=True)}
+        return Splits(first.train, dataclasses.replace(first.test, more_tests=more_tests))
     root = Path() if data_dir is None else data_directory(data_dir)
     known, _ = parameters_of(FORMATS[name].read)
     return FORMATS[name].read(root, **options, **({"client": client} if "client" in known else {}))
@@ -83,23 +89,34 @@ def as_splits(name: str, result: Any) -> Splits:
         is_several = isinstance(result, tuple | list)
         found = f"{len(result)} values" if is_several else f"an object of type {type(result).__name__}"
         raise BadInput(f"the data '{name}' returned {found}: {GIVE_A_PAIR}")
-    splits = []
-    for which, part in zip(("training", "test"), result, strict=True):
-        try:
-            splits.append(_dataset(name, part))
-        except BadInput as error:
-            raise BadInput(f"the {which} data of '{name}': {error}") from error
-    train, test = splits
-    if not isinstance(result[1], Dataset):
+    train = _dataset(name, result[0], "training")
+    tests: Mapping[str, Any] = {"": result[1]}
+    if isinstance(result[1], Mapping) and not is_hub_dataset(result[1]) and train.client_column is None:
+        tests = result[1]
+        if not tests or not all(isinstance(key, str) and key.isidentifier() for key in tests):
+            raise BadInput(
+                f"the data '{name}' returned test data by the names {list(tests)}: give names that are words"
+            )
+    first, *others = (_test_data(name, part, train) for part in tests.values())
+    return Splits(train, dataclasses.replace(first, more_tests=dict(zip(list(tests)[1:], others, strict=True))))
+
+
+def _test_data(name: str, part: Any, train: Dataset) -> Dataset:
+    """Return test data that match the training data."""
+    test = _dataset(name, part, "test")
+    if not isinstance(part, Dataset):
         test = inherit_normalisation(test, train)
-    return refuse_unseen_classes(f"the data '{name}'", Splits(train, match(test, train)))
+    return refuse_unseen_classes(f"the data '{name}'", Splits(train, match(test, train))).test
 
 
-def _dataset(name: str, part: Any) -> Dataset:
+def _dataset(name: str, part: Any, which: str) -> Dataset:
     """Return training or test data; a triple (x, y, columns) carries columns."""
-    if isinstance(part, tuple | list) and len(part) == 3 and isinstance(part[2], Mapping):
-        return dataclasses.replace(as_dataset(part[:2], name=name), columns=part[2])
-    return as_data(part, name)
+    try:
+        if isinstance(part, tuple | list) and len(part) == 3 and isinstance(part[2], Mapping):
+            return dataclasses.replace(as_dataset(part[:2], name=name), columns=part[2])
+        return as_data(part, name)
+    except BadInput as error:
+        raise BadInput(f"the {which} data of '{name}': {error}") from error
 
 
 # --- options of `[data]` ---------------------------------------------------------------------------------------------
@@ -131,7 +148,12 @@ def check_types(function: Callable[..., Any], options: Mapping[str, Any]) -> Non
     """Refuse an option whose value is not of the annotated type."""
     hints = get_type_hints(function)
     for option, value in options.items():
-        if not _fits(value, hints[option]):
+        if option == "test" and isinstance(value, Mapping):
+            if not value or not all(key.isidentifier() and isinstance(file, str) for key, file in value.items()):
+                raise BadInput(
+                    f"data.test = {short_repr(value)}: a table gives every test set a name that is a word, and a file"
+                )
+        elif not _fits(value, hints[option]):
             raise BadInput(f"data.{option} = {short_repr(value)}: must be {_words(hints[option])}")
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from lamina import algorithms
+from lamina.algorithms.contract import Algorithm
 from lamina.base.errors import BadInput
 from lamina.data.dataset import Dataset
 from lamina.experiment.config import Experiment
@@ -21,8 +23,9 @@ from lamina.models.registry import Factory
 from lamina.objective import losses
 from lamina.objective.fingerprint import attributes_digest
 from lamina.objective.losses import LOSSES, Loss, PerBatch
+from lamina.objective.objective import Objective
 from lamina.training.inputs import create_model
-from lamina.training.metrics import METRICS
+from lamina.training.metrics import METRICS, Metric
 from lamina.training.training import Training
 
 log = logging.getLogger(__name__)
@@ -40,23 +43,61 @@ class MissingCode(BadInput):
 
 
 def describe_model(simulation: Training, experiment: Experiment) -> dict[str, Any]:
-    """Return the content of ``model.json`` for a run."""
-    objective, given = simulation.objective, experiment.objects.model
-    model: dict[str, Any] = {"name": experiment.model.name, "options": experiment.model.options()}
+    """Return the content of ``model.json`` for a run of an experiment."""
+    model = {"name": experiment.model.name, "options": experiment.model.options()}
+    names = list(simulation.reserved.names)
+    return describe_parts(
+        simulation.objective,
+        simulation.algorithm,
+        loss=simulation.protocol.loss,
+        metrics=simulation.metrics,
+        samples=simulation.samples,
+        clients=len(names) if names == list(range(len(names))) else names,
+        model=model,
+        given=experiment.objects.model,
+    )
+
+
+def describe_parts(
+    objective: Objective,
+    algorithm: Algorithm,
+    *,
+    loss: str | Loss,
+    metrics: Sequence[Metric],
+    samples: Mapping[str, Any],
+    clients: int | list[Any],
+    model: dict[str, Any],
+    given: Any,
+) -> dict[str, Any]:
+    """Return the content of ``model.json``.
+
+    Args:
+        objective: the model.
+        algorithm: the algorithm.
+        loss: the loss, or its name.
+        metrics: the metrics.
+        samples: what `describe_samples` says of the data.
+        clients: the number of clients that train, or their names.
+        model: the model's name and options.
+        given: the module, or the function that makes it, if it has no such name.
+    """
     if isinstance(given, functools.partial):
         model = {"name": code_name(given.func), "options": dict(given.keywords)}
     elif given is not None:
         model = {"name": code_name(type(given) if isinstance(given, nn.Module) else given), "options": {}}
-    if given is not None or ":" in experiment.model.name:
+    if given is not None or ":" in model["name"]:
         # layers of torch need none of the user's code
         model |= {"layers": layers.describe(objective.module), "attributes": objective.attributes}
         model["is_class"] = isinstance(given, nn.Module)
-    own_metrics = [metric for metric in simulation.metrics if metric.name not in METRICS]
+    own_metrics = [metric for metric in metrics if metric.name not in METRICS]
+    name = algorithm.card.name
     return {
         "model": model | {"frozen": sorted(objective.frozen)},
-        "samples": simulation.samples,
-        "loss": _describe_loss(simulation.protocol.loss),
+        "samples": samples,
+        "loss": _describe_loss(loss),
         "own_metrics": {metric.name: code_name(metric.function) for metric in own_metrics},
+        "algorithm": name if name in algorithms.BUILT_IN else code_name(type(algorithm)),
+        "clients": clients,
     }
 
 

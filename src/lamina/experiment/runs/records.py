@@ -14,6 +14,7 @@ from typing import Any
 from lamina import algorithms
 from lamina.base.atomic import PARTIAL, sync_folder
 from lamina.base.errors import BadInput, nearest
+from lamina.base.text import listed
 from lamina.engines.choice import ENGINES, EngineName
 from lamina.experiment.runs.metrics_file import MetricsFile, open_to_read
 from lamina.experiment.toml import leaves
@@ -183,6 +184,13 @@ def read_record(folder: str | Path, metrics: MetricsFile | None = None) -> Recor
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the configuration of a run."""
+    if folder.is_file():
+        hint = f", '{folder.parent}'" if (folder.parent / "config.json").exists() else ""
+        raise BadInput(f"'{folder}' is a file: give a run's folder{hint}")
+    if not (folder / "config.json").exists():
+        runs = sorted(str(path.parent) for path in folder.glob("*/config.json"))
+        held = f", but one with {'such folders' if len(runs) > 1 else 'such a folder'}: {listed(runs)}" if runs else ""
+        raise BadInput(f"'{folder}' is not a run's folder: it has no config.json{held}")
     config = read_json(folder / "config.json")
     refuse_format(folder, config, "read it with that one")
     check_config(folder, config)
@@ -286,6 +294,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file, which must be a table."""
     try:
         value = json.loads(_read(path))
+    except BadInput:
+        raise
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):

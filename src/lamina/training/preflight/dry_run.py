@@ -16,7 +16,7 @@ from lamina.data.dataset import Dataset
 from lamina.objective.batch import take, tensors
 from lamina.objective.losses import is_user_defined
 from lamina.objective.objective import Objective
-from lamina.objective.outputs import tensors_in
+from lamina.objective.outputs import sample_axes, tensors_in
 from lamina.training.evaluation import EVALUATION_BATCH, as_batch
 from lamina.training.metrics import Batch
 
@@ -72,6 +72,19 @@ class DryRun:
     def evaluation(self) -> Pass:
         """A pass in evaluation mode."""
         return Pass(self, train=False)
+
+    @cached_property
+    def sample_axes(self) -> list[int | None]:
+        """The axis of the samples in every tensor that the model returns."""
+        if isinstance(self.evaluation.outputs, Tensor):
+            return [0]  # as is checked
+
+        def outputs(samples: int) -> Any:
+            inputs = take(self.inputs, torch.arange(samples) % self.samples)
+            return self.objective.outputs(self.objective.start, self.objective.buffers, inputs, train=False)
+
+        with torch.no_grad(), rng.forked(self.objective.device, seed=0):
+            return sample_axes(outputs)
 
     @cached_property
     def training(self) -> Pass:

@@ -18,7 +18,7 @@ from lamina.engines.loop import FIXED_CHUNK
 from lamina.objective.batch import Inputs, Targets, take
 from lamina.objective.losses import TORCH_LOSSES, is_user_defined, takes_tensors
 from lamina.objective.objective import Objective
-from lamina.objective.outputs import map_outputs, sample_axis
+from lamina.objective.outputs import map_outputs
 from lamina.rounds.plan import Plan
 from lamina.training.evaluation import form
 from lamina.training.preflight.dry_run import DryRun, Pairs
@@ -184,10 +184,10 @@ def _outputs(run: DryRun, places: list[int] | slice, *, vary: bool = False) -> A
 
     Numbers become smaller, which keeps log-probabilities below 0 and probabilities between 0 and 1.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator, axes = torch.Generator().manual_seed(0), iter(run.sample_axes)
 
     def chosen(values: Tensor) -> Tensor:
-        axis = sample_axis(values, run.samples)
+        axis = next(axes, None)
         if vary and values.is_floating_point():
             noise = MAX_NOISE * torch.rand(values.shape, generator=generator).to(values)
             values = torch.where(values == 0, noise, values * (1 - noise))
