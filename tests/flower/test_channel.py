@@ -6,6 +6,7 @@ from flwr.app import Array, ArrayRecord
 
 import lamina
 from flower_setup import MIME, Setup, assert_like_the_simulation, client_of, is_train, small_model
+from lamina.channel.privacy import Noise, Privacy
 from lamina.flower import wire
 
 CODECS = [
@@ -73,3 +74,17 @@ def test_codes_of_any_width_survive_the_wire():
         packed = wire.pack_bits(codes, bits)
         assert len(packed) == -(-len(codes) * bits // 8)
         assert torch.equal(wire.unpack_bits(packed, bits, len(codes)), codes)
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "fedlamb"])
+def test_differential_privacy_is_the_simulations(algorithm, tmp_path):
+    """With the same noise: a federation's is another one otherwise, because its server does not know the data."""
+    privacy = Privacy(0.05, 1e-3, 1.0, noise=Noise(b"fixed", 0.3))
+    setup = Setup(
+        tmp_path, algorithm, model=lambda: small_model().double(), rounds=3, privacy=privacy, channel="qsgd",
+        local_steps=2,
+    )  # fmt: skip
+    setup.run()
+    assert_like_the_simulation(setup)
+    assert "train_loss" not in setup.rows[-1]
+    assert setup.rows[-1]["epsilon"] > setup.rows[0]["epsilon"] > 0

@@ -9,6 +9,7 @@ import pytest
 
 import lamina
 from lamina.channel.channel import Channel
+from lamina.channel.privacy import Privacy
 from lamina.data.feed import Augment
 from lamina.rounds.aggregation import Median
 from lamina.rounds.clients import Clients
@@ -32,6 +33,7 @@ OTHER = {
     "weighting": "examples",
     "aggregation": Median(),
     "channel": Channel("sign"),
+    "privacy": Privacy(1.0, 1e-3, noise_multiplier=1.0),
     "loss": "mse",
     "augmentation": Augment(),
     "private": ("head.*",),

@@ -75,21 +75,33 @@ def trial_rounds(algorithm: Algorithm, x: Tensor, layers: Layers, rounds: int) -
 
 
 @functools.lru_cache(maxsize=256)
-def sent_vectors(algorithm: Algorithm, layers: Layers = TINY) -> tuple[str, ...]:
-    """Return the fields of `Up` that are vectors like the model, and sent in some rounds at least.
+def _sizes_sent(algorithm: Algorithm, layers: Layers) -> tuple[dict[str, int], int]:
+    """Return the sizes of all fields of `Up` that are sent in some rounds at least, and the model's.
 
     A user's algorithm may depend on the model's layers; lamina's do not.
-
-    >>> from lamina.algorithms import FedLamb
-    >>> sent_vectors(FedLamb())
-    ('delta', 'v')
     """
     if not is_user_defined(algorithm):
         layers = TINY
-    ups = [up for _, up, _ in trial_rounds(algorithm, torch.ones(layers.size), layers, algorithm.cycle)]
-    vectors = ({n for n, v in up._asdict().items() if v is not None and v.shape[-1] == layers.size} for up in ups)
-    sent = set().union(*vectors)
-    return tuple(name for name in ups[0]._fields if name in sent)
+    sizes: dict[str, int] = {}
+    for _, up, _ in trial_rounds(algorithm, torch.ones(layers.size), layers, algorithm.cycle):
+        sizes |= {name: value.shape[-1] for name, value in up._asdict().items() if value is not None}
+    return {name: sizes[name] for name in up._fields if name in sizes}, layers.size
+
+
+def sent_fields(algorithm: Algorithm, layers: Layers = TINY) -> list[str]:
+    """Return the fields of `Up` that are sent in some rounds at least."""
+    return list(_sizes_sent(algorithm, layers)[0])
+
+
+def sent_vectors(algorithm: Algorithm, layers: Layers = TINY) -> list[str]:
+    """Return the fields of `Up` that are vectors like the model, and sent in some rounds at least.
+
+    >>> from lamina.algorithms import FedLamb
+    >>> sent_vectors(FedLamb())
+    ['delta', 'v']
+    """
+    sizes, model = _sizes_sent(algorithm, layers)
+    return [name for name, size in sizes.items() if size == model]
 
 
 def _run_round(algorithm: Algorithm, layers: Layers, device: torch.device | str) -> Any:

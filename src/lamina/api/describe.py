@@ -16,6 +16,7 @@ from lamina import algorithms
 from lamina.algorithms.declaration import option_places
 from lamina.base.errors import BadInput, is_whole, nearest, short_repr
 from lamina.channel.channel import as_channel
+from lamina.channel.privacy import as_privacy
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
 from lamina.data.partitions import PARTITIONS, ByColumn, Reallocate, as_partition
@@ -196,6 +197,13 @@ def _set(tree: dict[str, Table], object_settings: Table, key: str, value: Any) -
         return
     if key == "channel":
         tree["channel"] = as_channel(value).record() or {}
+        return
+    if key == "privacy":
+        privacy = as_privacy(value)
+        if privacy is not None:
+            tree["privacy"] = {
+                n: v for n, v in (privacy.record() | {"secret": privacy.secret}).items() if v is not None
+            }
         return
     section = next((name for name, kind in SECTIONS.items() if key in kind.model_fields), None)
     if section is None:

@@ -11,6 +11,7 @@ import typer
 from lamina.base.text import plural
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, echo
+from lamina.training.privacy import spends_too_much
 
 if TYPE_CHECKING:
     from lamina.training.history import Row
@@ -89,7 +90,10 @@ def run(
         raise Interrupted(f"stopped after round {simulation.state.round} of {rounds}; {how_to_resume}")
     base.print_summary(simulation.history, f"{simulation.algorithm.card.title}: ")
     if simulation.has_stopped and len(simulation.history) < rounds:
-        echo(f"stopped early: no better {simulation.metric} in {plural(simulation.patience or 0, 'evaluation')}")
+        why = f"no better {simulation.metric} in {plural(simulation.patience or 0, 'evaluation')}"
+        if spends_too_much(simulation.accountant, simulation.protocol.privacy, len(simulation.history) + 1):
+            why = "one more round would exceed the privacy budget"
+        echo(f"stopped early: {why}")
     if simulation.objective.frozen:
         echo(f"the model {simulation.objective.frozen_note()}")
     echo(f"records and model in {path}/")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, ServerInfo
 from lamina.channel.channel import OPEN, Channel
+from lamina.channel.privacy import Privacy
 from lamina.engines.divergence import diverged
 from lamina.objective.objective import Buffers, Objective, buffer_bytes
 from lamina.rounds.aggregation import MEAN, Aggregation, Mean, combine_uploads
@@ -67,6 +68,7 @@ class RoundSums:
     weights: list[float] = field(default_factory=list)  # every client's weight; needed by all aggregations but the mean
     aggregation: Aggregation = MEAN
     channel: Channel = OPEN
+    privacy: Privacy | None = None
     uploads: dict[int, tuple[Any, Buffers]] = field(default_factory=dict)  # by place in the cohort; see `keep`
     server_step: ServerStep | None = None  # if it is taken already; its measured values are on the host then
 
@@ -150,6 +152,8 @@ def step_server(
     layers = objective.shared_layers
     info = ServerInfo(plan.number, plan.lr, layers, plan.participation, mean_steps=sums.steps)
     up, buffers = sums.combined(algorithm)
+    if sums.privacy is not None:
+        up = sums.privacy.private_mean(algorithm, up, plan.number, plan.share)
     server = algorithm.update(state.server, up, info)
     moved = (server.x - state.server.x).double()
     gap = sums.up.delta.double() - moved

@@ -102,6 +102,7 @@ def build(experiment: Experiment, splits: Splits | None = None) -> Training:
 def settings_of(experiment: Experiment) -> TrainArguments:
     """Return the settings of the experiment's protocol, as arguments of `Simulation` and `Federation`."""
     data, train, objects = experiment.data, experiment.train, experiment.objects.settings
+    privacy = experiment.privacy
     same = {
         name: getattr(train, name) for name in type(train).model_fields if name in TrainSettings.__dataclass_fields__
     }
@@ -114,6 +115,7 @@ def settings_of(experiment: Experiment) -> TrainArguments:
         "aggregation": objects.get("aggregation")
         or aggregation.make(train.aggregation.name, **train.aggregation.options()),
         "channel": experiment.channel.model_dump(),
+        "privacy": None if privacy is None else privacy.model_dump() | {"rounds": privacy.rounds or train.rounds},
         "augmentation": data.augment if isinstance(data.augment, str) else augment if data.augment else None,
     }
     return cast(TrainArguments, same | own | dict(objects))
@@ -199,9 +201,12 @@ def resolved(experiment: Experiment, simulation: Training) -> dict[str, Any]:
     config["train"]["lr"] = simulation.protocol.lr
     config["train"]["schedule"] |= field_values(simulation.protocol.schedule)
     config["train"]["aggregation"] |= field_values(simulation.protocol.aggregation)
-    config["channel"] = simulation.protocol.channel.record()
-    if config["channel"] is None:
-        del config["channel"]
+    protocol = simulation.protocol
+    private = None if protocol.privacy is None else protocol.privacy.record()
+    for name, record in {"channel": protocol.channel.record(), "privacy": private}.items():
+        config[name] = record
+        if record is None:
+            del config[name]
     config["compare"]["target"] = chosen_target(experiment, simulation.metric)
     config["run"]["device"] = str(simulation.device)
     config["run"]["engine"] = simulation.engine.name

@@ -26,6 +26,7 @@ from lamina import algorithms, models
 from lamina.base.errors import BadInput, is_whole, nearest, short_repr
 from lamina.base.limits import LEAST_SEED, MOST, MOST_BATCH, MOST_SEED, MOST_SEEDS, MOST_THREADS
 from lamina.channel.channel import as_channel
+from lamina.channel.privacy import as_privacy
 from lamina.engines.choice import EngineName
 from lamina.experiment.objects import Objects
 from lamina.experiment.sections import Data, Fraction, Named, default_name
@@ -94,7 +95,7 @@ else:
             each.default,
         )
         for each in dataclasses.fields(TrainSettings)
-        if each.name not in ("augmentation", "channel")  # in the sections [data] and [channel]
+        if each.name not in ("augmentation", "channel", "privacy")  # in sections of their own, [data] the first
     } | {
         "lr": (Positive | None, None),  # None: the algorithm's own default
         "participation": (Annotated[float, Field(gt=0, le=1)], 0.5),
@@ -121,6 +122,28 @@ class ChannelSection(_Section):
     def _is_a_channel(self) -> ChannelSection:
         try:
             as_channel(self.model_dump())
+        except BadInput as error:
+            raise PydanticCustomError("options", "{line}", {"line": str(error)}) from error
+        return self
+
+
+class PrivacySection(_Section):
+    """The `[privacy]` section: differential privacy for clients."""
+
+    bound: float | dict[str, float]
+    delta: float
+    noise_multiplier: float | None = None
+    epsilon: float | None = None
+    rounds: AtLeastOne | None = None  # None: train.rounds
+    secret_cohorts: bool = True
+    bands: int = 1
+    secret: str | None = None
+    noise_id: str | None = Field(default=None, exclude=True)  # in a run's config.json: tells the secret from others
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> PrivacySection:
+        try:
+            as_privacy(self.model_dump())
         except BadInput as error:
             raise PydanticCustomError("options", "{line}", {"line": str(error)}) from error
         return self
@@ -219,6 +242,7 @@ class Experiment(_Section):
     algorithm: Annotated[AlgorithmSection, default_name("algorithm")] = AlgorithmSection(name="fedlamb")
     train: Train = Train()
     channel: ChannelSection = ChannelSection()
+    privacy: PrivacySection | None = None
     run: Run = Run()
     compare: Compare = Compare()
     tune: Tune = Field(default=Tune(), exclude=True)  # a run's configuration does not say what else was tried

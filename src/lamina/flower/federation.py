@@ -132,7 +132,7 @@ class Federation(Setup):
         """Return the sections of an experiment file that describe this federation."""
         card, train = self.algorithm.card, self.protocol.record()
         del train["augmentation"]  # which a file has in [data]
-        channel = train.pop("channel")
+        channel, privacy = train.pop("channel"), train.pop("privacy")
         if self.metrics is not None:
             train["metrics"] = [metric.name for metric in self.metrics]
         named = {name: getattr(self.algorithm, name) for name in options(type(self.algorithm))}
@@ -149,6 +149,7 @@ class Federation(Setup):
             "run": {"evaluate_every": self.evaluate_every, "accept_changed_code": self.accept_changed_code},
             "code": code_digests(parts_with_code(self.algorithm, self.make_model, self.protocol)),
             **({} if channel is None else {"channel": channel}),
+            **({} if privacy is None else {"privacy": privacy}),
             **({} if card.name in BUILT_IN else {"title": card.title}),  # a report does not import the user's code
             **({} if self.metrics is None else {"metrics": description(self.metrics)}),
         }

@@ -28,12 +28,13 @@ from lamina.engines.state import copy_buffers
 from lamina.experiment.build import THREADED_FROM
 from lamina.flower import signing, wire
 from lamina.flower.setup import Setup
-from lamina.flower.store import Store, default_folder
+from lamina.flower.store import Store
 from lamina.flower.wire import Task
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan, RoundPlan
 from lamina.rounds.settings import TrainSettings, is_own_augmentation, own_name
+from lamina.storage.files import state_folder
 from lamina.training.evaluation import sample_means
 from lamina.training.preflight import check_evaluation, check_training
 from lamina.training.preflight.inputs import check_augmentation
@@ -165,7 +166,7 @@ class Node(ClientApp):
 
     def state_folder(self, context: Context) -> Path:
         """Return the folder for what this node keeps between rounds."""
-        root = context.node_config.get("state-dir") or self.setup.state_dir or default_folder()
+        root = context.node_config.get("state-dir") or self.setup.state_dir or state_folder()
         return Path(str(root)).expanduser()
 
     def _begin(self, content: RecordDict, context: Context) -> tuple[Task, Store, Dataset]:

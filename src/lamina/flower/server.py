@@ -41,6 +41,7 @@ from lamina.training.history import History, Row
 from lamina.training.masks import with_mask
 from lamina.training.metrics import ACCURACY
 from lamina.training.preflight import check_evaluation
+from lamina.training.privacy import accountant_of, check_privacy, published, spends_too_much, with_noise
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,13 @@ class Server:
         self.algorithm, self.plan, self.protocol = setup.algorithm, setup.plan, setup.protocol
         self.objective = setup.objective()
         self.objective.refuse_rate(self.protocol.lr)
+        if self.protocol.privacy is not None:
+            nodes_metrics = {"evaluate_on": setup.evaluate_on != "central"}
+            check_privacy(self.algorithm, self.objective, self.plan, nodes_metrics)
+            identity = of_run(self.algorithm, self.objective, self.plan)
+            self.protocol = with_noise(self.protocol, self.plan.clients.count, identity)
+            self.plan = replace(self.plan, protocol=self.protocol)
+        self.accountant = accountant_of(self.protocol, self.plan.clients.count)
         test_data = None
         if setup.test is not None and setup.evaluate_on != "nodes":
             given = setup.test()
@@ -108,6 +116,9 @@ class Server:
             if len(self.history):  # killed after the checkpoint of a round with an infinite test loss
                 evaluation.refuse_nonfinite(self.history[-1])
             while self.state.round < self.setup.rounds:
+                if spends_too_much(self.accountant, self.protocol.privacy, self.state.round + 1):
+                    log.info("round %d is the last: the next one would exceed the privacy budget", self.state.round)
+                    break
                 self._run_round()
         except Diverged as error:
             self.folder.diverge(error)
@@ -131,6 +142,8 @@ class Server:
         }
         if facts.number % self.setup.evaluate_every == 0 or facts.number == self.setup.rounds:
             row |= self._evaluate(record)
+        if self.accountant is not None:
+            row = published(row, self.plan, self.accountant)
         self._record(row, record)
         evaluation.refuse_nonfinite(row)
 
@@ -258,9 +271,11 @@ class Server:
         weights = client_weights(facts, self.protocol.by_examples)
         sums = RoundSums(weights=weights, aggregation=self.protocol.aggregation, channel=self.protocol.channel)
         by_examples = self.protocol.by_examples
+        sums.privacy = self.protocol.privacy
         for c, one in enumerate(updates.values()):
             loss, steps = one.loss, one.steps
-            sums.add_client(c, self.algorithm, one.up, one.buffers, loss=loss, steps=steps, by_examples=by_examples)
+            up = one.up if sums.privacy is None else sums.privacy.clip(one.up)
+            sums.add_client(c, self.algorithm, up, one.buffers, loss=loss, steps=steps, by_examples=by_examples)
         state = self.state
         self.state, report = close_round(self.algorithm, self.objective, state, facts, down, sums, state.clients)
         self.exchange.accept(updates)
@@ -274,7 +289,7 @@ class Server:
         return RoundFacts(
             number=number,
             lr=self.protocol.rate(number),
-            participation=len(updates) / self.plan.clients.count,
+            **self.plan.published(number, len(updates)),
             cohort=np.array(list(updates), dtype=np.int64),
             examples=examples,
             steps=self.protocol.steps(examples),

@@ -14,7 +14,6 @@ client again or sends the field again.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,6 @@ from lamina.storage.checkpoint import UNREADABLE, pack, unpack
 from lamina.storage.files import writing_to
 
 log = logging.getLogger(__name__)
-
-
-def default_folder() -> Path:
-    """Return the user's folder for the state of programs."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "lamina"
 
 
 class Store:

@@ -34,6 +34,7 @@ class RoundFacts:
     cohort: Indices  # [C] client ids, ascending
     examples: Indices  # [C] the number of samples of every active client, n_i
     steps: Indices  # [C] the number of local steps of every active client, K_i
+    share: float  # with differential privacy: the mean over the cohort times this is the mean that is published
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,16 @@ class Plan:
         cohort = self.cohort(number)
         return self.round_of(number, cohort, self.clients.samples(number, cohort))
 
+    def published(self, number: int, active: int) -> dict[str, float]:
+        """Return a round's `participation` and `share`, which differential privacy keeps from telling |S|."""
+        if self.protocol.privacy is None:
+            return {"participation": active / self.clients.count, "share": 1.0}
+        expected = self.protocol.participation * self.clients.count
+        if self.protocol.sampling == "exact":
+            expected = cohort_size(self.clients.count, self.protocol.participation)
+        share = 0.0 if self.chooses_nobody(number) else active / expected
+        return {"participation": expected / self.clients.count, "share": share}
+
     def round_of(self, number: int, cohort: Indices, samples: Sequence[Indices]) -> RoundPlan:
         """Return the plan of a round for these clients and their samples.
 
@@ -200,7 +211,7 @@ class Plan:
         return RoundPlan(
             number=number,
             lr=self.protocol.rate(number),
-            participation=len(cohort) / self.clients.count,
+            **self.published(number, len(cohort)),
             cohort=cohort,
             examples=sizes,
             steps=steps,

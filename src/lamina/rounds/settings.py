@@ -23,6 +23,7 @@ from lamina.base.limits import MOST, MOST_BATCH, MOST_CLIENTS, check_count, chec
 from lamina.base.registry import field_values
 from lamina.channel.channel import OPEN, Channel, as_channel
 from lamina.channel.codecs import Codec
+from lamina.channel.privacy import Privacy, as_privacy
 from lamina.data.feed import Augment, OwnAugmentation
 from lamina.objective.fingerprint import value_digest
 from lamina.objective.losses import Loss, as_loss, instance_of_loss
@@ -56,6 +57,7 @@ class TrainArguments(TypedDict, total=False):
     weighting: Weighting
     aggregation: Aggregation | str
     channel: Channel | Codec | str | Mapping[str, Any] | Sequence[Any] | None
+    privacy: Privacy | Mapping[str, Any] | None
     loss: str | Loss
     augmentation: Augment | OwnAugmentation | str | None
     private: Sequence[str]
@@ -82,6 +84,7 @@ class TrainSettings:
     weighting: Weighting = field(default="clients", metadata=SERVER_ONLY | UNPLANNED | PER_MEMBER)
     aggregation: Aggregation = field(default=MEAN, metadata=SERVER_ONLY | UNPLANNED)
     channel: Channel = field(default=OPEN, metadata=UNPLANNED)
+    privacy: Privacy | None = field(default=None, metadata=SERVER_ONLY | UNPLANNED)
     loss: str | Loss = field(default="cross_entropy", metadata=SERVER_ONLY | UNPLANNED | PER_MEMBER)
     augmentation: Augment | OwnAugmentation | str | None = field(default=None, metadata=UNPLANNED)
     private: Sequence[str] = field(default=(), metadata=SERVER_ONLY | UNPLANNED)  # a node has its own
@@ -156,6 +159,7 @@ class TrainSettings:
         if "aggregation" in given:
             given["aggregation"] = as_aggregation(given["aggregation"])
         given["channel"] = as_channel(given.get("channel"))
+        given["privacy"] = as_privacy(given.get("privacy"))
         return cls(**given)
 
     @classmethod
@@ -226,6 +230,7 @@ class TrainSettings:
             "epochs": (self.epochs or 1) if self.local_steps is None else None,
             "aggregation": as_table(self.aggregation, name_of(self.aggregation)),
             "channel": self.channel.record(),
+            "privacy": None if self.privacy is None else self.privacy.record(),
             "loss": own_name(self.loss),
             "augmentation": self._augmentation_record(),
             "private": list(self.private) or None,

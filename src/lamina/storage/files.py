@@ -46,6 +46,11 @@ def check_writable(folder: Path) -> None:
         raise BadInput(f"cannot write to the folder '{folder}': {why}; choose another with --out (out=…)") from error
 
 
+def state_folder() -> Path:
+    """Return lamina's folder for what programs keep between runs."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "lamina"
+
+
 @contextlib.contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
     """Turn the system's refusal to write to a folder into one line."""

@@ -162,7 +162,9 @@ def mismatch(first: Training, other: Training) -> str:
         *(
             (name, getattr(first.protocol, name), getattr(other.protocol, name))
             for name in TrainSettings.names(PER_MEMBER)
+            if name != "privacy"  # whose noise is each member's own
         ),
+        ("privacy", *(repr(one.protocol.privacy) for one in (first, other))),
         ("precision", first.precision, other.precision),
         ("deterministic", first.deterministic, other.deterministic),
         ("trust_ratios", first.engine.record_trust_ratios, other.engine.record_trust_ratios),

@@ -122,5 +122,6 @@ class IntervalLines:
             return
         self._last = now
         left = (now - self._started) / (number - self._first) * (self._rounds - number)
-        parts = [score_of(row), f"train loss {row['train_loss']:.4g}", f"{left:.0f} s left"]
+        loss = f"train loss {row['train_loss']:.4g}" if "train_loss" in row else None  # none with differential privacy
+        parts = [score_of(row), loss, f"{left:.0f} s left"]
         self._write(printable(f"{self._name}: round {number} of {self._rounds}, {', '.join(filter(None, parts))}"))

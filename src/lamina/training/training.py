@@ -37,6 +37,7 @@ from lamina.objective.objective import Buffers, Objective, copy_module
 from lamina.rounds.clients import Heldout, deal, reserve
 from lamina.rounds.plan import Plan, RoundPlan
 from lamina.rounds.settings import TrainSettings
+from lamina.storage.identity import of_run
 from lamina.training.diagnostics import Diagnostics, check_names
 from lamina.training.evaluation import (
     ClientSamples,
@@ -55,6 +56,7 @@ from lamina.training.metrics import ACCURACY, LOSS, Metric, client_mean
 from lamina.training.preflight import check_evaluation, check_model, check_run
 from lamina.training.preflight.inputs import warn_of_padding
 from lamina.training.preflight.targets import check_settings
+from lamina.training.privacy import accountant_of, check_privacy, published, spends_too_much, with_noise
 
 log = logging.getLogger(__name__)
 NO_OWN_TESTS = (
@@ -155,6 +157,14 @@ class Training:
         self.all_clients = deal(self.train_data, clients, partition, protocol.seed)
         self.reserved = reserve(self.all_clients, heldout_clients, local_test, protocol.seed)
         self.plan = Plan(self.reserved.training, protocol)  # makes a `RoundPlan` for each round
+        if protocol.privacy is not None:
+            figures: dict[str, Any] = {"client_metrics": options.client_metrics, "local_test": local_test}
+            figures |= {"trust_ratios": options.trust_ratios, "diagnostics": options.diagnostics}
+            check_privacy(algorithm, self.objective, self.plan, figures)
+            identity = of_run(algorithm, self.objective, self.plan, self.train_data)
+            self.protocol = protocol = with_noise(protocol, self.plan.clients.count, identity)
+            self.plan = Plan(self.reserved.training, protocol)
+        self.accountant = accountant_of(protocol, self.plan.clients.count)
 
         # the evaluation and the engine
         if options.deterministic:  # cuBLAS reads it when it starts
@@ -252,6 +262,8 @@ class Training:
             started = time.perf_counter()
             row |= self.diagnostics.measure(before, self.state, plan, report)
             row["evaluation_seconds"] += time.perf_counter() - started
+        if self.accountant is not None:
+            row = published(row, self.plan, self.accountant)
         warn_of_nan(row, self.history, self.metrics)
         self.history.append(row)
         return row
@@ -269,7 +281,9 @@ class Training:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether the run has ended early: no better value of the metric within `patience` evaluations."""
+        """Whether the run has ended early: no better value within `patience` evaluations, or no privacy budget left."""
+        if spends_too_much(self.accountant, self.protocol.privacy, self.state.round + 1):
+            return True
         return self.history.has_stalled(self.patience, self.options.evaluate_every)
 
     @property

@@ -219,6 +219,8 @@ class Stacked:
         if channel.has_codecs:
             losses = losses + 0 * torch.stack(row_sums(sent)).sum(0)  # a codec may lose a NaN: this does not
             sent, record = self._pass_channel(now, chunk, sent, record)
+        if self.protocol.privacy is not None:
+            sent = self.protocol.privacy.clip(sent)
         return Trained(
             losses=losses / send(steps, self.objective.device),
             sent=sent,
@@ -404,13 +406,9 @@ class Stacked:
         shared = self.objective.shared_buffers(member.state.buffers)
         buffers = {n: torch.zeros_like(b) for n, b in shared.items() if b.is_floating_point()}
         steps = float(np.dot(weights, member.plan.steps))
-        return RoundSums(
-            buffers=buffers,
-            steps=steps,
-            weights=weights,
-            aggregation=self.protocol.aggregation,
-            channel=self.protocol.channel,
-        )
+        protocol = member.protocol
+        means: dict[str, Any] = {name: getattr(protocol, name) for name in ("aggregation", "channel", "privacy")}
+        return RoundSums(buffers=buffers, steps=steps, weights=weights, **means)
 
     # --- gradients over all data ----------------------------------------------------------------------------------
 

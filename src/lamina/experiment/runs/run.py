@@ -212,7 +212,8 @@ def train(
 
 def _has_stopped(simulation: Training) -> bool:
     """Return whether a run has stopped early, in all processes alike: the first one alone has the whole history."""
-    return simulation.patience is not None and not everywhere(not simulation.has_stopped)
+    may_stop = simulation.patience is not None or simulation.accountant is not None
+    return may_stop and not everywhere(not simulation.has_stopped)
 
 
 def describe_partition(simulation: Training) -> dict[str, Any] | None:

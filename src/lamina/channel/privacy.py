@@ -1,0 +1,174 @@
+"""Differential privacy for clients: uploads are clipped to a bound, and the mean gets Gaussian noise.
+
+These are the settings and what engines do with them. `lamina.privacy` computes ε; `training/private.py` brings the two
+together. Clipping acts on what the server reads, behind the codecs, so codecs cannot widen the bound.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lamina.algorithms.contract import Algorithm
+from lamina.algorithms.rehearsal import sent_fields
+from lamina.base.errors import BadInput, short_repr
+from lamina.base.limits import check_count, check_number
+from lamina.base.registry import refuse_unknown_options
+from lamina.objective.layers import Layers
+
+EXAMPLE = "{'bound': 1.0, 'epsilon': 8, 'rounds': 100, 'delta': 1e-5}"
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise of one run on the means of its rounds. Whoever knows the key can take the noise away."""
+
+    key: bytes
+    deviation: float  # on the mean, for a bound of 1
+    coefficients: tuple[float, ...] = (1.0,)  # of correlated noise; see lamina.privacy.correlated
+    _earlier: dict[tuple[str, int], Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    def of_round(self, name: str, number: int, like: Tensor) -> Tensor:
+        """Return noise of the deviation 1 for a field: a pure function of the key, the field and the round."""
+        total, bands = self._white(name, number, like), len(self.coefficients)
+        for back in range(1, min(bands, number)):  # the recurrence of `lamina.privacy.correlated.next_noise`
+            total = total - self.coefficients[back] * self._correlated(name, number - back, like)
+        if bands > 1:
+            self._earlier[name, number] = total
+            self._earlier.pop((name, number - bands), None)
+        return total
+
+    def _correlated(self, name: str, number: int, like: Tensor) -> Tensor:
+        if (name, number) not in self._earlier:  # after a restart: from the first round on
+            for earlier in range(1, number + 1):
+                self.of_round(name, earlier, like)
+        return self._earlier[name, number]
+
+    def _white(self, name: str, number: int, like: Tensor) -> Tensor:
+        digest = hashlib.sha256(self.key + f"{name}/{number}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """Differential privacy for every client.
+
+    Args:
+        bound: the largest norm of an upload, all fields together; or a table with one bound for each field.
+        delta: the δ of the guarantee, well below 1 / clients.
+        noise_multiplier: the standard deviation of the noise on the sum of the uploads ÷ the bound; unless given, the
+            least with which `rounds` rounds stay within `epsilon`.
+        epsilon: the budget: a run stops before the round that would exceed it.
+        rounds: for how many rounds the noise is chosen; in an experiment file, ``train.rounds`` unless given.
+        secret_cohorts: whether nobody but the server learns who takes part in a round. If others do (they have the
+            seed, or see who trains), sampling amplifies nothing.
+        bands: of correlated noise, for runs with `min_separation`; 1: independent noise.
+        secret: the file with the secret that the noise is drawn from, which is made if there is none; by default
+            ``privacy.key`` in lamina's folder for the state of programs. Keep it, and keep it from others.
+    """
+
+    bound: float | Mapping[str, float]
+    delta: float
+    noise_multiplier: float | None = None
+    epsilon: float | None = None
+    rounds: int | None = None
+    secret_cohorts: bool = True
+    bands: int = 1
+    secret: str | None = None
+    noise: Noise | None = field(default=None, repr=False, compare=False)  # set when the run starts
+
+    def __post_init__(self) -> None:
+        bounds = self.bound if isinstance(self.bound, Mapping) else {"": self.bound}
+        for name, value in bounds.items():
+            check_number(f"privacy: bound{f'.{name}' if name else ''}", value, above=0)
+        if self.noise_multiplier is not None:
+            check_number("privacy: noise_multiplier", self.noise_multiplier, above=0)
+        if self.epsilon is not None:
+            check_number("privacy: epsilon", self.epsilon, above=0)
+        if self.rounds is not None:
+            check_count("privacy: rounds", self.rounds)
+        if not isinstance(self.secret_cohorts, bool):
+            raise BadInput(f"privacy: secret_cohorts = {short_repr(self.secret_cohorts)} is neither true nor false")
+        check_count("privacy: bands", self.bands)
+
+    def check(self, algorithm: Algorithm, layers: Layers) -> None:
+        """Refuse bounds that are not one for each field of the algorithm's upload."""
+        if not isinstance(self.bound, Mapping):
+            return
+        names = sent_fields(algorithm, layers)
+        refuse_unknown_options(f"privacy: an upload of {algorithm.card.name}", self.bound, names, ())
+        missing = [name for name in names if name not in self.bound]
+        if missing:
+            raise BadInput(
+                f"privacy: the bound of the field '{missing[0]}' is missing: give one for each, or one number"
+            )
+
+    def clip(self, up: Any) -> Any:
+        """Return uploads [..., p] within the bounds."""
+        fields = {name: value for name, value in up._asdict().items() if value is not None}
+        norms = {n: torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=torch.float64) for n, v in fields.items()}
+        if isinstance(self.bound, Mapping):
+            factors = {name: _factor(norm, self.bound[name]) for name, norm in norms.items()}
+        else:
+            joint = functools.reduce(torch.hypot, norms.values())
+            factors = dict.fromkeys(norms, _factor(joint, self.bound))
+        return up._replace(**{name: value * factors[name].to(value.dtype) for name, value in fields.items()})
+
+    def private_mean(self, algorithm: Algorithm, up: Any, number: int, share: float) -> Any:
+        """Return the mean of clipped uploads as it may be published.
+
+        Args:
+            algorithm: the algorithm.
+            up: the mean over the cohort.
+            number: of the round.
+            share: the size of the cohort ÷ the constant that the sum is divided by.
+        """
+        assert self.noise is not None
+        fields = {name: value for name, value in up._asdict().items() if value is not None}
+        noised = {}
+        for name, value in fields.items():
+            # several bounds are as one, if each has so much more noise
+            bound = self.bound[name] * len(fields) ** 0.5 if isinstance(self.bound, Mapping) else self.bound
+            noise = self.noise.of_round(name, number, value) * (self.noise.deviation * bound)
+            noised[name] = value * share + noise.to(value)
+            if name in algorithm.non_negative:
+                noised[name] = noised[name].clamp(min=0)  # costs no privacy
+        return up._replace(**noised)
+
+    def with_noise(self, multiplier: float, noise: Noise) -> Privacy:
+        """Return the same settings with the noise of a run."""
+        return replace(self, noise_multiplier=multiplier, noise=noise)
+
+    def record(self) -> dict[str, Any]:
+        """Return the settings as an experiment file writes them; without the secret and where it lies."""
+        names = ("delta", "noise_multiplier", "epsilon", "rounds", "secret_cohorts", "bands")
+        bound = dict(self.bound) if isinstance(self.bound, Mapping) else self.bound
+        key = None if self.noise is None else hashlib.sha256(b"id" + self.noise.key).hexdigest()[:16]
+        return {"bound": bound, **{name: getattr(self, name) for name in names}, "noise_id": key}
+
+
+def as_privacy(given: Any) -> Privacy | None:
+    """Return settings given as an object or a table; None: no differential privacy."""
+    if given is None or isinstance(given, Privacy):
+        return given
+    if not isinstance(given, Mapping):
+        raise BadInput(f"privacy = {short_repr(given)}: give a table such as {EXAMPLE}")
+    known = [name for name in Privacy.__dataclass_fields__ if name != "noise"]
+    options = {name: value for name, value in given.items() if name != "noise_id"}
+    refuse_unknown_options("privacy", options, known, ())
+    for name in ("bound", "delta"):
+        if name not in options:
+            raise BadInput(f"privacy needs '{name}', as in {EXAMPLE}")
+    return Privacy(**options)
+
+
+def _factor(norm: Tensor, bound: float) -> Tensor:
+    """Return what a vector is multiplied by; slightly less than it must be, for rounding must not exceed the bound."""
+    return (bound * (1 - 1e-6) / norm.clamp(min=1e-300)).clamp(max=1.0)

@@ -1,0 +1,143 @@
+"""Differential privacy of a run: its noise before the first round, what it refuses, and what its rows say."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lamina.algorithms.contract import Algorithm
+from lamina.base.atomic import write_file
+from lamina.base.errors import BadInput
+from lamina.channel.privacy import Noise, Privacy
+from lamina.objective.objective import Objective
+from lamina.privacy.accounting import Accountant, noise_for
+from lamina.privacy.correlated import square_root
+from lamina.rounds.aggregation import Mean
+from lamina.rounds.plan import Plan
+from lamina.rounds.settings import TrainSettings
+from lamina.storage.files import state_folder, writing_to
+from lamina.storage.identity import Identity, json_digest
+
+SECRET_BYTES = 32
+OF_CLIENTS = ("train_loss", "consistency", "steps")  # columns that are computed from what clients send, without noise
+
+
+def with_noise(protocol: TrainSettings, clients: int, identity: Identity) -> TrainSettings:
+    """Return the settings with the noise of this run; unchanged without differential privacy.
+
+    The noise is a function of the secret and of the run's identity: a run that is resumed or repeated draws the same
+    noise, so that it tells nothing new, and no two different runs share noise that their difference would cancel.
+    """
+    privacy = protocol.privacy
+    if privacy is None or privacy.noise is not None:
+        return protocol
+    how = _participation(protocol, privacy)
+    multiplier = privacy.noise_multiplier
+    if multiplier is None:
+        if privacy.epsilon is None or privacy.rounds is None:
+            missing = "epsilon" if privacy.epsilon is None else "rounds"
+            raise BadInput(
+                f"privacy: without '{missing}' the noise is not known: give epsilon and rounds, or noise_multiplier"
+            )
+        multiplier = noise_for(privacy.epsilon, privacy.delta, privacy.rounds, clients, **how)
+    accountant = Accountant(multiplier, privacy.delta, clients, **how)
+    facts = {name: value for name, value in identity.items() if name != "code"}
+    key = _secret(privacy) + json_digest([facts, multiplier]).encode()
+    noise = Noise(key, accountant.deviation(1.0), square_root(privacy.bands))
+    return replace(protocol, privacy=privacy.with_noise(multiplier, noise))
+
+
+def accountant_of(protocol: TrainSettings, clients: int) -> Accountant | None:
+    """Return the accountant of a run whose noise is known; None without differential privacy."""
+    privacy = protocol.privacy
+    if privacy is None:
+        return None
+    assert privacy.noise_multiplier is not None
+    return Accountant(privacy.noise_multiplier, privacy.delta, clients, **_participation(protocol, privacy))
+
+
+def check_privacy(algorithm: Algorithm, objective: Objective, plan: Plan, recorded: Mapping[str, Any]) -> None:
+    """Refuse what breaks the guarantee; `recorded` are the settings that let rows tell of single clients."""
+    protocol, privacy = plan.protocol, plan.protocol.privacy
+    if privacy is None:
+        return
+    privacy.check(algorithm, objective.shared_layers)
+    if protocol.by_examples:
+        raise BadInput('privacy: weighting = "examples" lets a large client move the mean by more: weight by "clients"')
+    if not isinstance(protocol.aggregation, Mean):
+        raise BadInput("privacy: a robust mean moves by more than clipping allows for: use the mean")
+    if plan.clients.reallocation is not None:
+        raise BadInput("privacy: clients that are dealt anew in every round are nobody to protect: fix the partition")
+    if protocol.local_steps is None:
+        raise BadInput(
+            "privacy: the mean number of local steps tells of the clients' sizes: give local_steps in place of epochs"
+        )
+    if algorithm.needs(1).control_variate:
+        raise BadInput(
+            f"privacy: {algorithm.card.title} with a control variate publishes the mean gradient without noise: use "
+            "another variant"
+        )
+    moving = [n for n, b in objective.shared_buffers(objective.buffers).items() if b.is_floating_point()]
+    if moving:
+        raise BadInput(
+            f"privacy: the buffer '{moving[0]}' is averaged without noise: use GroupNorm, or keep it with the clients "
+            f'(private = ["*{moving[0].rpartition(".")[2]}"])'
+        )
+    told = [name for name, value in recorded.items() if value]
+    if told:
+        raise BadInput(f"privacy: {told[0]} publishes figures of single clients without noise: leave it out")
+
+
+def published(row: Mapping[str, Any], plan: Plan, accountant: Accountant) -> dict[str, Any]:
+    """Return a row without what the clients' data can be seen in, and with ε.
+
+    A cohort that coins draw is as large as its expected size, for its real one tells who is there.
+    """
+    public = {name: value for name, value in row.items() if name not in OF_CLIENTS}
+    if plan.protocol.sampling == "bernoulli":
+        expected = plan.protocol.participation * plan.clients.count
+        for name in ("bytes_down", "bytes_up", "paper_bytes", "clients"):
+            if name in public:
+                public[name] = round(public[name] * expected / row["clients"])
+    return public | {"epsilon": accountant.epsilon(int(row["round"]))}
+
+
+def spends_too_much(accountant: Accountant | None, privacy: Privacy | None, round: int) -> bool:
+    """Return whether a round would exceed the budget of a run, if it has one."""
+    if accountant is None or privacy is None or privacy.epsilon is None:
+        return False
+    return accountant.epsilon(round) > privacy.epsilon
+
+
+def _participation(protocol: TrainSettings, privacy: Privacy) -> dict[str, Any]:
+    return {
+        "participation": protocol.participation,
+        "sampling": protocol.sampling,
+        "cohort_cap": protocol.cohort_cap,
+        "min_separation": protocol.min_separation,
+        "secret_cohorts": privacy.secret_cohorts,
+        "bands": privacy.bands,
+    }
+
+
+def _secret(privacy: Privacy) -> bytes:
+    """Return the secret of the noise; make it if there is none."""
+    path = Path(privacy.secret).expanduser() if privacy.secret else state_folder() / "privacy.key"
+    if not path.exists():
+        with writing_to(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+            write_file(new, secrets.token_bytes(SECRET_BYTES))
+            new.chmod(0o600)
+            with contextlib.suppress(FileExistsError):  # of several processes, the first one's counts
+                os.link(new, path)
+            new.unlink()
+    secret = path.read_bytes()
+    if len(secret) < SECRET_BYTES:
+        raise BadInput(f"'{path}' holds {len(secret)} bytes, and the secret of noise has {SECRET_BYTES}: remove it")
+    return secret

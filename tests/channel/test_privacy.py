@@ -1,0 +1,251 @@
+"""Differential privacy in a run: what is clipped, what noise the mean gets, what is refused, and what is spent."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lamina
+from lamina.algorithms.contract import Displacement
+from lamina.algorithms.scaffold import Up
+from lamina.base.errors import BadInput
+from lamina.channel.privacy import Noise, Privacy
+from lamina.privacy.accounting import Accountant
+from lamina.privacy.correlated import next_noise, square_root
+
+X = torch.randn(400, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = (X.sum(1) > 0).long()
+METHODS = ["fedavg", "scaffold", "fedlamb", "mimelamb", "fedlada"]
+
+
+def network(size=7):
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(5, size), nn.Tanh(), nn.Linear(size, 2)).double()
+
+
+@pytest.fixture
+def run_of(tmp_path):
+    """Makes a simulation of 40 clients whose secret lies in the test's folder."""
+
+    def make(algorithm="fedavg", engine="loop", model=None, privacy=None, **changed):
+        given = {"bound": 0.5, "noise_multiplier": 2.0, "delta": 1e-3, "secret": str(tmp_path / "secret")}
+        settings = {"clients": 40, "participation": 0.25, "local_steps": 3, "batch_size": 4, "lr": 0.1}
+        return lamina.Simulation(
+            model or network(), (X, Y), algorithm, test=(X, Y), engine=engine, privacy={**given, **(privacy or {})},
+            **{**settings, **changed},
+        )  # fmt: skip
+
+    return make
+
+
+def seen_uploads(monkeypatch):
+    """Keeps every upload after clipping."""
+    seen, original = [], Privacy.clip
+
+    def clip(self, up):
+        clipped = original(self, up)
+        seen.append((up, clipped))
+        return clipped
+
+    monkeypatch.setattr(Privacy, "clip", clip)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"sampling": "bernoulli"}, {"channel": {"codec": "sign", "feedback": True}}], ids=str
+)
+@pytest.mark.parametrize("algorithm", METHODS)
+def test_the_stacked_engine_agrees_with_the_loop(run_of, algorithm, more):
+    one, other = (run_of(algorithm, engine, **more) for engine in ("loop", "stacked"))
+    for run in (one, other):
+        run.run(3)
+    torch.testing.assert_close(one.state.server.x, other.state.server.x, rtol=1e-9, atol=1e-11)
+
+
+def test_members_of_a_population_have_noise_of_their_own(run_of):
+    make = lambda i: run_of("fedlamb", "stacked", seed=i)  # noqa: E731
+    together, alone = [make(i) for i in range(3)], [make(i) for i in range(3)]
+    lamina.Population(together).run(2)
+    for one, other in zip(together, alone, strict=True):
+        other.run(2)
+        torch.testing.assert_close(one.state.server.x, other.state.server.x, rtol=1e-9, atol=1e-11)
+    noises = [one.protocol.privacy.noise.of_round("delta", 1, X[0]) for one in together]
+    assert not torch.equal(noises[0], noises[1])
+
+
+@pytest.mark.parametrize("sampling", ["exact", "bernoulli"])
+def test_the_mean_is_of_clipped_uploads_and_its_noise_as_accounted(run_of, monkeypatch, sampling):
+    """The sum is divided by the expected cohort, not the real one; over 3,000 numbers the noise shows its deviation."""
+    seen = seen_uploads(monkeypatch)
+    run = run_of(model=network(400), sampling=sampling, participation=0.3, lr=2.0)
+    for number in range(1, 4):
+        seen.clear()
+        before = run.state.server.x.clone()
+        run.run(1)
+        cohort = len(run.plan.cohort(number))
+        assert len(seen) == cohort
+        norms = [float(clipped.delta.norm()) for _, clipped in seen]
+        assert max(norms) <= 0.5
+        assert max(float(up.delta.norm()) for up, _ in seen) > 0.5
+        total = sum(clipped.delta for _, clipped in seen)
+        noise = run.state.server.x - before - total / 12
+        deviation = 2.0 * 0.5 / 12
+        n = len(noise)
+        assert float(noise.std()) == pytest.approx(deviation, rel=4 / math.sqrt(2 * n))
+        assert abs(float(noise.mean())) < 4 * deviation / math.sqrt(n)
+    if sampling == "bernoulli":
+        assert any(len(run.plan.cohort(number)) != 12 for number in range(1, 4))
+
+
+def test_short_uploads_are_left_alone_and_long_ones_keep_their_direction():
+    up = Displacement(torch.tensor([[0.3, 0.4], [3.0, 4.0]], dtype=torch.float64))
+    clipped = Privacy(1.0, 1e-3, 1.0).clip(up).delta
+    assert torch.equal(clipped[0], up.delta[0])
+    torch.testing.assert_close(clipped[1], torch.tensor([0.6, 0.8], dtype=torch.float64), rtol=1e-5, atol=0)
+    assert float(clipped[1].norm()) <= 1.0
+
+
+def test_one_bound_for_the_whole_upload_or_one_for_each_field():
+    up = Up(torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0]))
+    joint = Privacy(1.0, 1e-3, 1.0).clip(up)
+    torch.testing.assert_close(torch.cat([*joint]), torch.tensor([0.6, 0.0, 0.0, 0.8]), rtol=1e-5, atol=0)
+    each = Privacy({"delta": 1.0, "delta_c": 8.0}, 1e-3, 1.0).clip(up)
+    torch.testing.assert_close(torch.cat([*each]), torch.tensor([1.0, 0.0, 0.0, 4.0]), rtol=1e-5, atol=0)
+
+
+def test_several_bounds_cost_as_much_as_one():
+    """Each of two fields has √2 times the noise of its bound: together they are one mechanism with the multiplier z."""
+    algorithm, noise = lamina.algorithms.create("scaffold"), Noise(b"key", 0.1)
+    up = Up(torch.zeros(20_000), torch.zeros(20_000))
+    privacy = Privacy({"delta": 2.0, "delta_c": 5.0}, 1e-3, 1.0, noise=noise)
+    noised = privacy.private_mean(algorithm, up, 1, 1.0)
+    assert float(noised.delta.std()) == pytest.approx(0.1 * 2 * math.sqrt(2), rel=0.03)
+    assert float(noised.delta_c.std()) == pytest.approx(0.1 * 5 * math.sqrt(2), rel=0.03)
+    assert abs(float(torch.corrcoef(torch.stack([noised.delta, noised.delta_c]))[0, 1])) < 0.03
+
+
+def test_second_moments_stay_non_negative(run_of):
+    run = run_of("fedlamb", privacy={"noise_multiplier": 50.0})
+    run.run(2)
+    assert (run.state.server.v_hat >= 0).all()
+
+
+def test_correlated_noise_follows_the_recurrence_also_after_a_restart():
+    like, coefficients = torch.zeros(5), square_root(3)
+    white, correlated = Noise(b"k", 1.0), Noise(b"k", 1.0, coefficients)
+    earlier, expected = [], []
+    for number in range(1, 8):
+        noise = next_noise(white.of_round("delta", number, like), earlier, coefficients)
+        earlier = [noise, *earlier][:2]
+        expected.append(noise)
+        torch.testing.assert_close(correlated.of_round("delta", number, like), noise)
+    torch.testing.assert_close(Noise(b"k", 1.0, coefficients).of_round("delta", 7, like), expected[-1])
+    assert not torch.equal(white.of_round("v", 1, like), white.of_round("delta", 1, like))
+
+
+def test_the_budget_stops_the_run_and_every_row_says_what_is_spent(run_of):
+    run = run_of(privacy={"noise_multiplier": None, "epsilon": 4.0, "rounds": 5})
+    history = run.run(20)
+    assert len(history) == 5
+    accountant = Accountant(run.protocol.privacy.noise_multiplier, 1e-3, 40, participation=0.25)
+    assert history.column("epsilon") == pytest.approx([accountant.epsilon(r) for r in range(1, 6)])
+    assert 3.9 < history[-1]["epsilon"] <= 4.0
+    assert not {"train_loss", "consistency", "steps"} & set(history.columns)
+    assert history[-1]["accuracy"] > 0
+
+
+def test_the_size_of_a_cohort_that_coins_draw_stays_secret(run_of):
+    run = run_of(sampling="bernoulli")
+    rows = run.run(4)
+    sizes = {len(run.plan.cohort(number)) for number in range(1, 5)}
+    assert len(sizes) > 1
+    assert {row["clients"] for row in rows} == {10}
+    assert len({row["bytes_up"] for row in rows}) == 1
+    assert {run.plan.round(number).participation for number in range(1, 5)} == {0.25}
+
+
+def test_a_round_whose_coins_choose_nobody_is_noise_alone(run_of, monkeypatch):
+    seen = seen_uploads(monkeypatch)
+    run = run_of(sampling="bernoulli", participation=0.02, privacy={"noise_multiplier": 1e-3})
+    empty = [number for number in range(1, 10) if run.plan.chooses_nobody(number)]
+    assert 0 < len(empty) < 9
+    for number in range(1, 10):
+        seen.clear()
+        before = run.state.server.x.clone()
+        run.run(1)
+        total = sum(clipped.delta for _, clipped in seen) * (number not in empty)
+        torch.testing.assert_close(run.state.server.x, before + total / 0.8, rtol=0, atol=5 * 1e-3 * 0.5 / 0.8)
+
+
+def test_a_resumed_run_draws_the_same_noise_and_another_run_other_noise(run_of, tmp_path):
+    whole = run_of("scaffold", out=tmp_path / "whole")
+    whole.run(4)
+    for rounds in (2, 4):
+        part = run_of("scaffold", out=tmp_path / "part")
+        part.run(rounds)
+    assert torch.equal(part.state.server.x, whole.state.server.x)
+    assert run_of(lr=0.2).protocol.privacy.noise.key != run_of(lr=0.3).protocol.privacy.noise.key
+    written = "".join(path.read_text(errors="ignore") for path in (tmp_path / "part").rglob("*") if path.is_file())
+    assert (tmp_path / "secret").read_bytes().hex() not in written
+    assert (tmp_path / "secret").stat().st_mode & 0o077 == 0
+    (tmp_path / "secret").unlink()
+    with pytest.raises(BadInput, match="noise_id"):
+        run_of("scaffold", out=tmp_path / "part").run(6)
+
+
+def test_the_same_as_the_definition_with_several_bounds_and_steps(run_of):
+    """A round of FedAvg in numpy, with the noise taken from its definition."""
+    privacy = Privacy(0.5, 1e-3, 2.0, noise=Noise(b"fixed", 0.1))
+    model = nn.Linear(5, 2, bias=False).double()
+    run = lamina.Simulation(
+        model, (X, Y), "fedavg", clients=40, participation=0.25, local_steps=2, batch_size=None, lr=1.0, privacy=privacy
+    )
+    x, data, labels = model.weight.detach().numpy().copy(), X.numpy(), Y.numpy()
+    for number in (1, 2):
+        plan, total = run.plan.round(number), np.zeros_like(x)
+        for rows in plan.samples:
+            local = x.copy()
+            for _ in range(2):
+                logits = data[rows] @ local.T
+                p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+                p[np.arange(len(rows)), labels[rows]] -= 1
+                local -= p.T @ data[rows] / len(rows)
+            delta = local - x
+            total += delta * min(1.0, 0.5 / np.linalg.norm(delta))
+        white = Noise(b"fixed", 1.0).of_round("delta", number, torch.zeros(10)).numpy().reshape(2, 5)
+        x = x + total / 10 + 0.1 * 0.5 * white
+        run.run(1)
+        np.testing.assert_allclose(run.state.server.x.numpy().reshape(2, 5), x, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"weighting": "examples"}, "weight by"),
+        ({"aggregation": "median"}, "a robust mean moves by more"),
+        ({"local_steps": None}, "give local_steps in place of epochs"),
+        ({"client_metrics": True}, "client_metrics publishes figures of single clients"),
+        ({"local_test": 0.2}, "local_test publishes"),
+        ({"trust_ratios": True}, "trust_ratios publishes"),
+        ({"partition": {"name": "reallocate"}}, "dealt anew in every round"),
+        ({"model": nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()}, "use GroupNorm"),
+        ({"algorithm": lamina.algorithms.create("mime", "mime")}, "with a control variate publishes the mean gradient"),
+        ({"privacy": {"bound": {"delta": 1.0}}, "algorithm": "scaffold"}, "bound of the field 'delta_c' is missing"),
+        ({"privacy": {"bound": {"delta": 1.0, "w": 1.0}}}, "an upload of fedavg has no option 'w'"),
+        ({"privacy": {"bound": 0.0}}, "privacy: bound = 0"),
+        ({"privacy": {"delta": 0.5}}, "promises nothing"),
+        ({"privacy": {"noise_multiplier": None}}, "without 'epsilon' the noise is not known"),
+        ({"privacy": {"noise_multiplier": None, "epsilon": 1.0}}, "without 'rounds' the noise is not known"),
+        ({"privacy": {"noise_multiplier": None, "epsilon": 1e-9, "rounds": 10, "delta": 1e-9}}, "cannot be reached"),
+        ({"privacy": {"sigma": 1.0}}, "privacy has no option 'sigma'"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_breaks_the_guarantee_is_refused_in_one_line(run_of, changed, message):
+    with pytest.raises(BadInput) as error:
+        run_of(**changed)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
