@@ -103,6 +103,7 @@ def settings_of(experiment: Experiment) -> TrainArguments:
         "schedule": objects.get("schedule") or build_schedule(experiment),
         "aggregation": objects.get("aggregation")
         or aggregation.make(train.aggregation.name, **train.aggregation.options()),
+        "clock": None if experiment.clock is None else experiment.clock.table(),
         "augmentation": data.augment if isinstance(data.augment, str) else augment if data.augment else None,
     }
     return cast(TrainArguments, same | own | dict(objects))
@@ -188,6 +189,8 @@ def resolved(experiment: Experiment, simulation: Training) -> dict[str, Any]:
     config["train"]["lr"] = simulation.protocol.lr
     config["train"]["schedule"] |= field_values(simulation.protocol.schedule)
     config["train"]["aggregation"] |= field_values(simulation.protocol.aggregation)
+    if simulation.protocol.clock is not None:
+        config["clock"] |= simulation.protocol.clock.record()
     config["compare"]["target"] = chosen_target(experiment, simulation.metric)
     config["run"]["device"] = str(simulation.device)
     config["run"]["engine"] = simulation.engine.name

@@ -38,6 +38,7 @@ from lamina.training.history import History, Row
 from lamina.training.masks import with_mask
 from lamina.training.metrics import ACCURACY
 from lamina.training.preflight import check_evaluation
+from lamina.training.timing import catch_up, timed, timeline_of
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,10 @@ class Server:
         self.algorithm, self.plan, self.protocol = setup.algorithm, setup.plan, setup.protocol
         self.objective = setup.objective()
         self.objective.refuse_rate(self.protocol.lr)
+        if self.protocol.chooser is not None and setup.known_clients is not None:
+            self.plan = replace(self.plan, clients=setup.known_clients())
+        self.plan = setup.plan = timed(self.plan, self.algorithm, self.objective, None)
+        self.timeline = timeline_of(self.plan, self.algorithm)
         test_data = None
         if setup.test is not None and setup.evaluate_on != "nodes":
             test_data = setup.dataset(setup.test(), self.objective)
@@ -106,6 +111,9 @@ class Server:
             "wire_bytes_down": traffic.wire_down,
             "wire_bytes_up": traffic.wire_up,
         }
+        if self.timeline is not None:
+            catch_up(self.timeline, self.plan, self.history, facts.number - 1)
+            row["clock_seconds"] = self.timeline.add(row, facts.cohort, facts.examples, facts.steps)
         if facts.number % self.setup.evaluate_every == 0 or facts.number == self.setup.rounds:
             row |= self._evaluate(record)
         self._record(row, record)
