@@ -174,9 +174,11 @@ def shared_ends(starts: Seconds, bits: Seconds, speeds: Seconds, capacity: float
             now = float(starts[waiting].min())
             continue
         rates = _fair_rates(speeds[active], capacity)
-        end = now + float((left[active] / rates).min())
-        now, before = min(end, float(starts[waiting & ~active].min(initial=np.inf))), now  # or another one begins
-        left[active] -= rates * (now - before)
+        seconds = float((left[active] / rates).min())  # until one ends
+        arrival = float(starts[waiting & ~active].min(initial=np.inf))  # of another one
+        step = min(seconds, arrival - now)
+        left[active] -= rates * step
+        now = arrival if step < seconds else now + step
         done = active & (left <= EMPTY_TRANSFER * bits)
         ends[done] = now
         waiting &= ~done
