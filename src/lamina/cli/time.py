@@ -35,9 +35,10 @@ def time(
 
     if step_seconds is not None and not clocks:
         raise BadInput("--step-seconds changes a clock: give one, --clock 4g")
-    chosen: dict[str, Clock | None] = {name: _clock(name, step_seconds) for name in clocks or ()}
+    chosen: dict[str, Clock | None] = {name: read_clock(name, step_seconds) for name in clocks or ()}
     chosen = chosen or {"its own": None}
-    records, notes = without_repeats(record for record in find_records(folders) if len(record.history))
+    every, notes = without_repeats(record for record in find_records(folders) if len(record.history))
+    records = [record for record in every if not record.tuning] or every
     if not records:
         raise BadInput(f"no finished round in {', '.join(map(str, folders))}")
     timed = {name: group([with_clock(record, clock) for record in records]) for name, clock in chosen.items()}
@@ -49,7 +50,7 @@ def time(
     out.print(table(shown.head, shown.rows, right=shown.head[2:], caption="; ".join(notes)))
 
 
-def _clock(given: str, step_seconds: float | None) -> Clock:
+def read_clock(given: str, step_seconds: float | None = None) -> Clock:
     """Return a clock by its name, or that of an experiment file."""
     from lamina.rounds.clock import make_clock
 

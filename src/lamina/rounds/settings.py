@@ -131,7 +131,8 @@ class TrainSettings:
                 own = {
                     each: f": give it to the algorithm, lamina.{kind}({each}=…)" for each in options(type(algorithm))
                 }
-                hint = nearest(name, [*names, *others], option_places() | own | dict(places or {}))
+                of_clock = {each.name: f": give it to the clock, clock={{'{each.name}': …}}" for each in fields(Clock)}
+                hint = nearest(name, [*names, *others], option_places() | of_clock | own | dict(places or {}))
                 hint = hint or "; help(lamina.Simulation) lists them"
                 raise BadInput(f"there is no setting '{name}'{hint}")
         # numbers of numpy become numbers of Python, which config.json can hold
