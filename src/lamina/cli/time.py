@@ -13,7 +13,7 @@ from lamina.cli.base import Runs, app, interruptible, out, table
 if TYPE_CHECKING:
     from lamina.rounds.clock import Clock
 
-CLOCKS = "lan, fibre, home, 4g, mixed, or an experiment file with a [clock]; may be repeated; default: the runs' own"
+CLOCKS = "lan, fibre, home, 4g, mixed, or an experiment file that has one; may be repeated; default: the runs' own"
 TARGET = "value of the metric to reach on the test data; default: the highest that some run stays at"
 
 

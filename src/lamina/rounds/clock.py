@@ -25,7 +25,7 @@ from lamina.data.parts import Indices
 
 Seconds = NDArray[np.float64]  # or bits, or gradients, by client
 BITS_PER_BYTE, MEGA = 8, 1e6
-EMPTY_TRANSFER = 1e-9  # fraction of a transfer that rounding may leave
+ROUNDING = 1e-9  # of two transfers that end together, relative to their time
 
 
 @dataclass(frozen=True)
@@ -174,14 +174,13 @@ def shared_ends(starts: Seconds, bits: Seconds, speeds: Seconds, capacity: float
             now = float(starts[waiting].min())
             continue
         rates = _fair_rates(speeds[active], capacity)
-        seconds = float((left[active] / rates).min())  # until one ends
+        seconds = left[active] / rates  # until each would end
         arrival = float(starts[waiting & ~active].min(initial=np.inf))  # of another one
-        step = min(seconds, arrival - now)
+        step = min(float(seconds.min()), arrival - now)
         left[active] -= rates * step
-        now = arrival if step < seconds else now + step
-        done = active & (left <= EMPTY_TRANSFER * bits)
-        ends[done] = now
-        waiting &= ~done
+        now = arrival if step < seconds.min() else now + step
+        done = np.flatnonzero(active)[seconds <= step * (1 + ROUNDING)]
+        ends[done], waiting[done] = now, False
     return ends
 
 
