@@ -72,6 +72,10 @@ def test_flops_are_counted_on_a_batch():
     simulation = simulate("fedavg", clock={"flops_per_second": 1e3}, batch_size=64)
     assert simulation.protocol.clock == lamina.Clock(step_seconds=0.48)
     assert column(simulation.run(2)) == pytest.approx([0.48, 0.96])
+    for batch_size in (10, None):  # clients whose samples are dealt anew in every round
+        settings = {"partition": {"name": "reallocate"}, "batch_size": batch_size}
+        again = simulate("fedavg", clock={"flops_per_second": 1e3}, **settings)
+        assert again.protocol.clock == lamina.Clock(step_seconds=0.48)
 
 
 class Scale(nn.Module):

@@ -34,12 +34,20 @@ def timed(plan: Plan, algorithm: Algorithm, objective: Objective, data: Dataset 
                 "clock.flops_per_second: a federation's server has no training data to count FLOPs on: give "
                 "step_seconds"
             )
-        clock = clock.with_flops(count_flops(objective, data, plan.largest_batch))
+        clock = clock.with_flops(count_flops(objective, data, _batch_size(plan, len(data))))
         plan = dataclasses.replace(plan, protocol=dataclasses.replace(plan.protocol, clock=clock))
     if plan.protocol.chooser is not None:
         plan = dataclasses.replace(plan, demand=demand_of(algorithm, objective))
     plan.check_clock()
     return plan
+
+
+def _batch_size(plan: Plan, samples: int) -> int:
+    """Return the samples of a local step; of clients whose samples are dealt anew, with all of them in equal parts."""
+    if len(plan.clients.parts):
+        return plan.largest_batch
+    cohort = max(1, round(plan.protocol.participation * plan.clients.count))
+    return plan.protocol.batch_size or max(1, samples // cohort)
 
 
 def count_flops(objective: Objective, data: Dataset, batch: int) -> int:
