@@ -188,7 +188,7 @@ def test_bad_clocks_are_one_line(given, message):
 def test_a_table_for_other_clients_and_flops_that_nobody_counted_are_refused():
     with pytest.raises(BadInput, match=r"clock.upload lists 2 clients, and there are 3"):
         ready(Clock(upload=[1, 2]), [1, 1, 1])
-    with pytest.raises(BadInput, match="FLOPs are counted when a simulation starts: give step_seconds"):
+    with pytest.raises(BadInput, match="the FLOPs of a step are not known here: give step_seconds"):
         ready(Clock(flops_per_second=1e9), [1])
 
 

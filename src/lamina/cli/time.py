@@ -45,7 +45,7 @@ def time(
     targets = default_targets(next(iter(timed.values()))) if target is None else [target]
     shown = times_table(timed, targets[-1] if targets else None)
     for name, clock in chosen.items():
-        if clock is not None and not clock.step_seconds:
+        if clock is not None and not (clock.step_seconds or clock.flops_per_second):
             notes.append(f"{name} counts transfers alone: give --step-seconds")
     out.print(table(shown.head, shown.rows, right=shown.head[2:], caption="; ".join(notes)))
 
@@ -62,4 +62,6 @@ def read_clock(given: str, step_seconds: float | None = None) -> Clock:
         if section is None:
             raise BadInput(f"'{given}' has no [clock]")
         options = section.table()
-    return make_clock(**options | ({} if step_seconds is None else {"step_seconds": step_seconds}))
+    if step_seconds is not None:
+        options |= {"step_seconds": step_seconds, "flops_per_second": None}
+    return make_clock(**options)

@@ -64,8 +64,8 @@ class Clock:
         step_seconds: seconds that a client needs for the gradient of one mini-batch.
         download: megabits per second from the server to a client; None: in no time.
         upload: the same from a client to the server.
-        flops_per_second: what a client computes in a second; a simulation counts the FLOPs of a mini-batch's gradient
-            and replaces this by `step_seconds`.
+        flops_per_second: what a client computes in a second; a simulation, and `lamina time`, count the FLOPs of a
+            mini-batch's gradient and replace this by `step_seconds`.
         latency: seconds of a round trip.
         server_link: megabits per second of the server's own link, in each direction, that the transfers of a round
             share; None: it is never the bottleneck.
@@ -130,7 +130,7 @@ class Clock:
             seed: the source of what is drawn for every client.
         """
         if self.flops_per_second is not None:
-            raise BadInput("clock.flops_per_second: FLOPs are counted when a simulation starts: give step_seconds here")
+            raise BadInput("clock.flops_per_second: the FLOPs of a step are not known here: give step_seconds")
         link = _normals(rng.key(seed, "clock link"), cohort)
         steps = _normals(rng.key(seed, "clock steps"), cohort)
 

@@ -80,6 +80,22 @@ def test_without_the_clients_samples_each_takes_the_mean_number_of_steps(tmp_pat
         with_clock(read_record(fixed), lamina.Clock(step_seconds=1.0))
 
 
+def test_flops_are_counted_on_the_model_of_the_folder(tmp_path):
+    fast = {"flops_per_second": {"median": 1e4, "sigma": 0.5}, "upload": 0.1}
+    expected = read_record(make(tmp_path / "run", "fedlada", batch_size=3, clock=fast))
+    forget(tmp_path / "run", "clock")
+    record = read_record(tmp_path / "run")
+    assert column(with_clock(record, lamina.Clock(**fast))) == pytest.approx(column(expected), rel=1e-12)
+    (tmp_path / "run" / "partition.json").unlink()
+    record.config["train"]["batch_size"] = "full"
+    with pytest.raises(BadInput, match="the folder does not say how large a batch is: give step_seconds"):
+        with_clock(record, lamina.Clock(**fast))
+    record.config["train"]["batch_size"] = 3
+    (tmp_path / "run" / "model.json").unlink()  # as in folders of earlier versions
+    with pytest.raises(BadInput, match="the folder does not say what the model is: give step_seconds"):
+        with_clock(record, lamina.Clock(**fast))
+
+
 def test_clients_that_a_federation_has_missed_do_not_count(tmp_path):
     run = make(tmp_path / "run", "fedavg", rounds=2, participation=1.0)
     forget(run)

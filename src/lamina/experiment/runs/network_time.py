@@ -14,14 +14,18 @@ import numpy as np
 from lamina import algorithms
 from lamina.base.errors import BadInput
 from lamina.data.parts import Indices, Parts
+from lamina.data.samples import sample_like
 from lamina.experiment.runs.again import as_in_a_file
+from lamina.experiment.runs.model_file import build_loss, build_model
 from lamina.experiment.runs.records import Record, read_json
+from lamina.objective.objective import Objective
 from lamina.rounds.clients import Clients, reserve
 from lamina.rounds.clock import Clock, as_clock
 from lamina.rounds.plan import Demand, Plan
 from lamina.rounds.settings import TrainSettings
 from lamina.rounds.timeline import Timeline
 from lamina.training.history import History
+from lamina.training.timing import count_flops
 
 PLANNED = ("participation", "sampling", "batch_size", "local_steps", "seed")  # keys of [train] that plan a round
 
@@ -59,6 +63,8 @@ def _timed(record: Record, clock: Clock, own: Clock | None) -> History:
     if len(rows):  # in the first round, clients receive all that they may keep
         down, up = (int(rows[0][name] / rows[0]["clients"]) for name in ("bytes_down", "bytes_up"))
         plan = dataclasses.replace(plan, demand=Demand(down, up, algorithm.needs))
+    if clock.flops_per_second is not None:
+        clock = clock.with_flops(_count_flops(record, plan))
     took_part = _took_part(record.folder)
     timeline, timed = Timeline(clock, plan.protocol, algorithm, clients.count), History(metric=rows.metric)
     for row in rows:
@@ -72,6 +78,19 @@ def _timed(record: Record, clock: Clock, own: Clock | None) -> History:
         sizes, steps = _amounts(plan, cohort, row, has_sizes)
         timed.append({**row, "clock_seconds": timeline.add(row, cohort, sizes, steps)})
     return timed
+
+
+def _count_flops(record: Record, plan: Plan) -> int:
+    """Return the FLOPs of a mini-batch's gradient, with the model of a run's folder and samples of zeros."""
+    path = record.folder / "model.json"
+    batch = plan.largest_batch if len(plan.clients.parts) else plan.protocol.batch_size
+    if batch is None or not path.exists():
+        what = "what the model is" if batch else "how large a batch is"
+        raise BadInput(f"clock.flops_per_second: the folder does not say {what}: give step_seconds")
+    facts = read_json(path)
+    like = sample_like(facts["samples"])
+    objective = Objective(build_model(facts["model"], like), build_loss(facts["loss"]))
+    return count_flops(objective, like.subset([0] * batch), batch)
 
 
 def _amounts(plan: Plan, cohort: Indices, row: Mapping[str, Any], has_sizes: bool) -> tuple[Any, Any]:
