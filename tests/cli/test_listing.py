@@ -21,6 +21,7 @@ HEAVY = ("torch", "numpy", "pydantic", "matplotlib", "sklearn", "lamina.experime
         ("models", ["resnet18", "cifar_cnn"]),
         ("datasets", ["digits", "tinyimagenet"]),
         ("partitions", ["dirichlet", "reallocate"]),
+        ("clocks", ["home", "download=14.7, upload=13.6, latency=0.053"]),
         ("papers", ["lamb-mnist-cnn-iid-e1", "lada-table1-cifar10"]),
     ],
 )

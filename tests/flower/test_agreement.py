@@ -143,3 +143,21 @@ def test_a_client_that_knows_only_itself_plans_the_same_batches(sizes, batch_siz
         for k in range(own.steps[0]):
             assert (part[own.batch(0, k)] == whole.batch(client, k)).all()
             assert (own.augment_keys(0, k) == whole.augment_keys(client, k)).all()
+
+
+@pytest.mark.parametrize("algorithm", ["fedlamb", "scaffold"])
+def test_the_clock_leaves_out_the_same_clients(algorithm, tmp_path):
+    # of four clients, client 1 computes and sends slowly: it would answer after 3 * 2 s
+    clock = {"step_seconds": [0.1, 2.0, 0.2, 0.5], "upload": 1.0, "deadline": 2.0, "over_select": 1.3}
+    setup = Setup(tmp_path, algorithm, rounds=4, local_steps=3, clock=clock, participation=0.5)
+    setup.run()
+    assert_like_the_simulation(setup)
+    simulation = setup.simulation()
+    for row, other in zip(setup.rows, simulation.run(4), strict=True):
+        assert row["asked"] == row["clients"] == other["clients"]
+        assert row["clock_seconds"] == pytest.approx(other["clock_seconds"])
+    assert 1 not in {one["client"] for attempt in setup.journal for one in attempt["took_part"]}
+    with pytest.raises(lamina.BadInput, match=r"lie on a node: give local_steps"):
+        Setup(tmp_path / "unknown", algorithm, clock=clock).run()
+    with pytest.raises(lamina.BadInput, match="server has no training data to count FLOPs on: give step_seconds"):
+        Setup(tmp_path / "flops", algorithm, clock={"flops_per_second": 1e9}).run()

@@ -68,9 +68,10 @@ def tried(empty_folder, capsys):
 
 @pytest.mark.parametrize("algorithm", ["fedlamb", "scaffold", "MIME"])
 def test_a_sound_node_learns_what_it_would_send(algorithm, tried, tmp_path):
-    """As much as a node of a federation really sends in its first round."""
+    """As much as a node of a federation really sends in its first round, whomever the clock leaves out."""
     options = {"algorithm": algorithm, "model": "lambda: small_model(norm=True)"}
-    code, report, problems = tried(settings="epochs=2, evaluate_on='both', batch_size=16", **options)
+    settings = "epochs=2, evaluate_on='both', batch_size=16, clock={'step_seconds': 1, 'deadline': 2}"
+    code, report, problems = tried(settings=settings, **options)
     assert (code, problems) == (0, [])
     assert report.endswith("ready to join\n")
     assert "data: Dataset('data', 25 samples of [6] torch.float32, 3 classes)" in report

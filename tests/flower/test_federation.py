@@ -26,10 +26,11 @@ from lamina.flower.federation import read_nodes
 from lamina.report import build as report
 
 
-def test_an_experiment_file_is_a_federation(tmp_path):
+@pytest.mark.parametrize("clock", [None, {"name": "4g", "step_seconds": [0.1, 0.2, 0.1, 0.1, 0.15], "deadline": 1.5}])
+def test_an_experiment_file_is_a_federation(tmp_path, clock):
     experiment = parse({
         "data": {"name": "digits", "clients": 5, "partition": {"name": "dirichlet", "alpha": 0.5, "refill": True}},
-        "model": {"name": "mlp"}, "algorithm": {"name": "fedlamb", "sync_every": 2},
+        "model": {"name": "mlp"}, "algorithm": {"name": "fedlamb", "sync_every": 2}, "clock": clock,
         "train": {"rounds": 3, "participation": 0.6, "seed": 3}, "run": {"device": "cpu", "engine": "loop"},
     })  # fmt: skip
     simulation = building.build(experiment)

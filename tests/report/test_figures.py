@@ -58,3 +58,12 @@ def test_the_labels_of_learning_rates_do_not_overlap(rates):
     )
     assert boxes
     assert all(right < left for (_, right), (left, _) in itertools.pairwise(boxes))
+
+
+def test_metrics_are_drawn_against_the_seconds_of_a_clock_where_there_is_one(two, tmp_path):
+    assert figures.axes_of(curves_in(two)) == ["round", "bytes", "seconds"]
+    write_run(tmp_path / "timed", [0.5, 0.9, 0.7], seed=9, clock=4.0)
+    curves = curves_in(tmp_path / "timed")
+    assert figures.axes_of(curves) == ["round", "bytes", "seconds", "clock_seconds"]
+    (line,) = figures.curve_figure(curves, figures.described("accuracy"), "clock_seconds").axes[0].lines
+    assert line.get_xdata().tolist() == [4.0, 8.0, 12.0]

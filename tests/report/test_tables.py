@@ -23,16 +23,16 @@ def runs(*accuracies, diverged=None):
 def test_cost_to_target_is_the_mean_over_seeds_until_they_stay_there():
     # trailing means: .5, .7, .733; .6, .75, .8. They stay at 0.7 from round 2 on, and touch it in rounds 2 and 2
     cost = tables.cost_to_target(runs([0.5, 0.9, 0.8], [0.6, 0.9, 0.9]), 0.7)
-    assert cost == (2.0, 10.0, 1.0, 2, 2.0, 3)
+    assert cost[:6] == (2.0, 10.0, 1.0, 2, 2.0, 3)
     # from rounds 3 and 2 on
     cost = tables.cost_to_target(runs([0.5, 0.9, 0.8], [0.6, 0.9, 0.9]), 0.71)
-    assert cost == (2.5, 12.5, 1.25, 2, 2.0, 3)
+    assert cost[:6] == (2.5, 12.5, 1.25, 2, 2.0, 3)
 
 
 def test_a_seed_that_does_not_stay_there_leaves_no_cost():
     cost = tables.cost_to_target(runs([0.9, 0.9], [0.9, 0.5]), 0.8)
     assert all(math.isnan(value) for value in cost[:3])
-    assert cost[3:] == (1, 1.0, 2)
+    assert cost[3:6] == (1, 1.0, 2)
     assert tables.rounds_text(cost.rounds, cost.limit) == "not within 2 rounds"
     nothing = tables.cost_to_target(runs([]), 0.9)
     assert all(math.isnan(value) for value in nothing[:3])
@@ -61,6 +61,34 @@ def test_the_cost_table(two):
     assert [row[4] for row in against_lamb.rows] == ["–", "–"]  # the baseline has no cost
     written = list(csv.reader(io.StringIO(tables.to_csv(table))))
     assert written[4][2:6] == ["1/2", "", "", "1.0"]
+
+
+def test_the_seconds_of_a_clock_are_beside_the_other_costs(timed, tmp_path):
+    curves = curves_in(timed)
+    table = tables.cost_table(curves, [0.4, 0.6], baseline=0)
+    assert table.head[-4:] == ["seconds", "× baseline", "clock s", "× baseline"]
+    # FedAvg stays at 40 % from round 1 on, Fed-LAMB too; at 60 % from rounds 2 and 3 on, Fed-LAMB with one seed only
+    assert [row[-2:] for row in table.rows] == [["10.0", "1.00"], ["4.00", "0.400"], ["25.0", "1.00"], ["–", "–"]]
+    results = tables.results_table(curves)
+    assert [results.head[-1], *(row[-1] for row in results.rows)] == ["clock s in all", "30.0", "12.0"]
+    entries = [helpers.trial(curve.records[0].algorithm, curve.histories) for curve in curves]
+    compared = tables.algorithms_table(entries, 0.4, "fedavg")
+    assert compared.head[2:6] == ["rounds\nto target", "kB to\ntarget", "clock s to\ntarget", "final\nacc. %"]
+    assert [row[4] for row in compared.rows] == ["10.0", "4.00"]
+    assert tables.algorithms_table(entries, None).head[2] == "final\nacc. %"
+    write_run(tmp_path / "plain", [0.9], lr=0.7)  # a run without a clock has no such cost
+    assert [row[-2] for row in tables.cost_table(curves_in(tmp_path), [0.4], 0).rows] == ["10.0", "4.00", "–"]
+
+
+def test_times_on_several_clocks(timed):
+    table = tables.times_table({"a": curves_in(timed)[:1], "b": curves_in(timed)[1:]}, 0.6)
+    assert table.head[5:] == ["rounds to 60%", "s to 60%", "s to first touch"]
+    # the first touches of 60 % are in round 2 for both seeds of FedAvg, and in round 1 for those of Fed-LAMB
+    assert [row[1:] for row in table.rows] == [
+        ["a", "3", "10.0", "30.0 ± 0", "2.5", "25.0", "20.0"],
+        ["b", "3", "4.00", "12.0 ± 0", "not within 3 rounds", "–", "4.00"],
+    ]
+    assert tables.times_table({"a": curves_in(timed)}, None).head[-1] == "s in all"
 
 
 def test_the_results_table(two):

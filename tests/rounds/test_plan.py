@@ -1,5 +1,6 @@
 """The round plan is a pure function of (seed, round), and deals every sample once per epoch."""
 
+import dataclasses
 import math
 import time
 
@@ -8,9 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.algorithms import FedAvg
+from lamina.base import rng
 from lamina.base.errors import BadInput
 from lamina.rounds.clients import Clients
-from lamina.rounds.plan import Plan
+from lamina.rounds.clock import Clock
+from lamina.rounds.plan import Demand, Plan
 from lamina.rounds.settings import TrainSettings
 from ragged_clients import ragged
 
@@ -255,3 +259,70 @@ def test_bad_plans_are_refused_in_one_line(call, text):
     with pytest.raises(BadInput, match=text) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+# --- rounds that do not wait for all ----------------------------------------------------------------------------------
+
+
+def chosen(clock, sizes=(5, 60, 8, 33, 2, 21, 13, 40), **more):
+    """Return a plan with a clock, for clients that take n_i steps of a sample each."""
+    settings = {"participation": 0.5, "batch_size": 1, "clock": clock, **more}
+    return Plan(ragged(sizes), TrainSettings(0.1, **settings), Demand(0, 0, FedAvg().needs))
+
+
+@pytest.mark.parametrize("sampling", ["exact", "bernoulli"])
+@pytest.mark.parametrize("clock", [Clock(step_seconds=1.0), Clock(step_seconds=1.0, deadline=1e9)])
+def test_a_clock_that_waits_for_all_changes_no_round(clock, sampling):
+    for number in range(1, 20):
+        one, other = chosen(None, sampling=sampling).round(number), chosen(clock, sampling=sampling).round(number)
+        for field in dataclasses.fields(one):
+            assert np.array_equal(getattr(one, field.name), getattr(other, field.name)) or field.name == "samples"
+
+
+def test_a_deadline_leaves_out_those_that_would_be_late():
+    everyone, in_time = chosen(None), chosen(Clock(step_seconds=1.0, deadline=30.0))
+    dropped = 0
+    for number in range(1, 30):
+        before, after = everyone.round(number), in_time.round(number)
+        assert after.cohort.tolist() == [c for c in before.cohort.tolist() if c not in (1, 3, 7)]  # 60, 33, 40 s
+        assert after.participation == len(after.cohort) / 8
+        kept = np.isin(before.cohort, after.cohort)
+        assert np.array_equal(after.index, before.index[kept, : after.index.shape[1]])  # the same batches
+        dropped += len(before.cohort) - len(after.cohort)
+    assert dropped > 10
+
+
+def test_a_round_in_which_all_are_late_keeps_the_fastest():
+    plan = chosen(Clock(step_seconds=1.0, deadline=2.0))  # client 4 alone is ever in time
+    for number in range(1, 20):
+        drawn = chosen(None).cohort(number)
+        sizes = plan.clients.parts.sizes[drawn]
+        assert plan.cohort(number).tolist() == [int(drawn[np.argmin(sizes)])]
+
+
+def test_over_selection_keeps_the_fastest_of_those_drawn():
+    clock = Clock(step_seconds=1.0, over_select=1.5)
+    seen = set()
+    for number in range(1, 40):
+        drawn = rng.sample(rng.key(0, "cohort", number), 8, 6)  # 1.5 times the four of an exact cohort
+        sizes = chosen(clock).clients.parts.sizes[drawn]
+        assert chosen(clock).cohort(number).tolist() == sorted(drawn[np.argsort(sizes)[:4]].tolist())
+        seen |= set(chosen(clock).cohort(number).tolist())
+    assert 1 not in seen  # the slowest client never takes part
+    assert chosen(Clock(step_seconds=1.0, over_select=9.0)).cohort(1).tolist() == [0, 2, 4, 6]  # of all eight
+
+
+def test_clocks_that_cannot_plan_are_refused():
+    with pytest.raises(BadInput, match="even the fastest client needs 2 s: raise it"):
+        chosen(Clock(step_seconds=1.0, deadline=1.5)).check_clock()
+    with pytest.raises(BadInput, match=r"clock.upload lists 2 clients, and there are 8"):
+        chosen(Clock(upload=[1, 2])).check_clock()
+    with pytest.raises(BadInput, match=r"over_select .* needs sampling = 'exact'"):
+        chosen(Clock(step_seconds=1.0, over_select=2.0), sampling="bernoulli")
+    elsewhere = dataclasses.replace(chosen(Clock(step_seconds=1.0, deadline=9.0)), clients=Clients.elsewhere(8))
+    with pytest.raises(
+        BadInput, match=r"how many steps a client takes is not known before the round.*give local_steps"
+    ):
+        elsewhere.cohort(1)
+    fixed = dataclasses.replace(elsewhere, protocol=dataclasses.replace(elsewhere.protocol, local_steps=3))
+    assert len(fixed.cohort(1)) == 4

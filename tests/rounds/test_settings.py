@@ -13,7 +13,8 @@ from lamina.channel.privacy import Privacy
 from lamina.data.feed import Augment
 from lamina.rounds.aggregation import Median
 from lamina.rounds.clients import Clients
-from lamina.rounds.plan import Plan
+from lamina.rounds.clock import Clock
+from lamina.rounds.plan import Demand, Plan
 from lamina.rounds.schedules import Cosine
 from lamina.rounds.settings import SERVER_ONLY, UNPLANNED, TrainArguments, TrainSettings
 from small_linear import simulate
@@ -37,6 +38,7 @@ OTHER = {
     "loss": "mse",
     "augmentation": Augment(),
     "private": ("head.*",),
+    "clock": Clock(step_seconds=1.0, deadline=2.5),
     "seed": 1,
 }
 # what a setting needs beside it
@@ -59,7 +61,8 @@ def test_settings_that_do_not_make_another_plan_leave_the_rounds_alone(name):
     parts = [np.arange(0, 9), np.arange(9, 16), np.arange(16, 30), np.arange(30, 34)]
     base = TrainSettings(0.1, **{"participation": 0.75, "batch_size": 4} | BESIDE.get(name, {}))
     plans = [
-        Plan(Clients(parts, samples=34), each) for each in (base, dataclasses.replace(base, **{name: OTHER[name]}))
+        Plan(Clients(parts, samples=34), each, Demand(0, 0, lamina.FedAvg().needs))
+        for each in (base, dataclasses.replace(base, **{name: OTHER[name]}))
     ]
     one, other = ([(p.cohort.tolist(), p.index.tolist()) for p in map(plan.round, (1, 2, 3))] for plan in plans)
     assert (one == other) == plans[0].same_rounds(plans[1]) == (name not in TrainSettings.names(UNPLANNED))

@@ -34,6 +34,7 @@ from lamina.experiment.sections import Data, augment_keys
 from lamina.rounds.aggregation import AGGREGATIONS, as_aggregation
 from lamina.rounds.aggregation import name_of as aggregation_name
 from lamina.rounds.clients import Clients, refuse_odd_clients
+from lamina.rounds.clock import as_clock
 from lamina.rounds.schedules import SCHEDULES, as_schedule
 from lamina.rounds.settings import as_table, function_name, refuse_no_augmentation, schedule_name
 from lamina.training.history import Row
@@ -204,6 +205,11 @@ def _set(tree: dict[str, Table], object_settings: Table, key: str, value: Any) -
             tree["privacy"] = {
                 n: v for n, v in (privacy.record() | {"secret": privacy.secret}).items() if v is not None
             }
+        return
+    if key == "clock":
+        clock = as_clock(value)
+        if clock is not None:
+            tree["clock"] = ({"name": value} if isinstance(value, str) else {}) | clock.record()
         return
     section = next((name for name, kind in SECTIONS.items() if key in kind.model_fields), None)
     if section is None:

@@ -17,6 +17,7 @@ from lamina.data.dataset import Dataset
 from lamina.objective import losses
 from lamina.objective.layers import Layers
 from lamina.rounds import aggregation, schedules
+from lamina.rounds.clock import Clock
 from lamina.training.history import History
 from lamina.training.metrics import Metric
 from lamina.training.population import Population
@@ -30,6 +31,7 @@ print_warnings_once()
 __all__ = [
     "BadInput",
     "ClientInfo",
+    "Clock",
     "Dataset",
     "Diverged",
     "History",

@@ -110,6 +110,10 @@ class Simulation(Training):
             `client_metrics` are then those of the clients' own models, and columns that begin with `shared_` are
             those of the shared model; the test data see the shared model with the initial private values. Runs are
             judged by the mean of `local_test` over clients.
+        clock: how fast clients compute and send, by name ("lan", "fibre", "home", "4g", "mixed"), as a table such as
+            {"name": "4g", "step_seconds": 0.2} or as a `lamina.Clock`: adds the column ``clock_seconds``, the time
+            that the rounds would take on such a network. With `deadline` or `over_select` in it, rounds do not wait
+            for slow clients.
         seed: the source of all randomness; default 0.
         device: "auto" (a GPU if there is one), or any torch device.
         engine: "stacked" (clients as one model), "captured" (the model as it is, replayed on a GPU) or "loop";

@@ -30,6 +30,7 @@ from lamina.cli import (  # noqa: F401 (a module's commands enter the app when i
     report,
     reproduce,
     run,
+    time,
     tune,
     watch,
 )

@@ -19,13 +19,16 @@ HEADINGS = {
     "models": ("name", "description", "options"),
     "datasets": ("name", "description"),
     "partitions": ("name", "description", "options"),
+    "clocks": ("name", "network"),
     "papers": ("name", "claims"),
 }
 
 
 @app.command(name="list")
 def list_(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="algorithms, models, datasets, partitions or papers")],
+    what: Annotated[
+        str, typer.Argument(metavar="WHAT", help="algorithms, models, datasets, partitions, clocks or papers")
+    ],
 ) -> None:
     """List what can be named in an experiment file, or the papers' experiments for `lamina reproduce`."""
     if what not in HEADINGS:
@@ -47,6 +50,7 @@ def rows_of(what: str) -> list[list[str]]:
     from lamina.data.readers.own import FORMATS
     from lamina.experiment.config import load
     from lamina.experiment.trials.reproduction import papers
+    from lamina.rounds import clock
 
     if what == "algorithms":
         return [_algorithm_row(find(name)) for name in sorted(BUILT_IN)]
@@ -59,6 +63,9 @@ def rows_of(what: str) -> list[list[str]]:
         return [[name, each.description] for name, each in (sources.SOURCES | FORMATS).items()]
     if what == "partitions":
         return [[name, text, ", ".join(_partition_options(name))] for name, text in partitions.describe().items()]
+    if what == "clocks":
+        presets = clock.PRESETS.items()
+        return [[name, ", ".join(f"{key}={value}" for key, value in preset.items())] for name, preset in presets]
     return [[name, "\n".join(claim.text for claim in load(file).claim)] for name, file in papers().items()]
 
 

@@ -9,6 +9,7 @@ import typer
 
 from lamina.base.text import plural
 from lamina.cli.base import Quiet, Runs, app, echo, interruptible
+from lamina.cli.time import read_clock
 
 
 @app.command()
@@ -27,13 +28,17 @@ def report(
     figures: Annotated[
         Path | None, typer.Option("--figures", help="also a folder of figures (PDF, SVG, PNG) and tables (CSV)")
     ] = None,
+    clock: Annotated[
+        str | None, typer.Option("--clock", help="also time the runs on a network: as for lamina time")
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Write curves, tables, learning rates and configurations of runs as one page that opens anywhere."""
     from lamina.report.build import build
     from lamina.report.save import save_files, save_page
 
-    contents = build(folders, targets=targets or [], title=title, labels=labels or [])
+    timed = None if clock is None else read_clock(clock)
+    contents = build(folders, targets=targets or [], title=title, labels=labels or [], clock=timed)
     save_page(contents, out_file)
     files = save_files(contents, figures) if figures is not None else []
     for line in contents.notes:

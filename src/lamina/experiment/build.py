@@ -116,6 +116,7 @@ def settings_of(experiment: Experiment) -> TrainArguments:
         or aggregation.make(train.aggregation.name, **train.aggregation.options()),
         "channel": experiment.channel.model_dump(),
         "privacy": None if privacy is None else privacy.model_dump() | {"rounds": privacy.rounds or train.rounds},
+        "clock": None if experiment.clock is None else experiment.clock.table(),
         "augmentation": data.augment if isinstance(data.augment, str) else augment if data.augment else None,
     }
     return cast(TrainArguments, same | own | dict(objects))
@@ -207,6 +208,8 @@ def resolved(experiment: Experiment, simulation: Training) -> dict[str, Any]:
         config[name] = record
         if record is None:
             del config[name]
+    if simulation.protocol.clock is not None:
+        config["clock"] |= simulation.protocol.clock.record()
     config["compare"]["target"] = chosen_target(experiment, simulation.metric)
     config["run"]["device"] = str(simulation.device)
     config["run"]["engine"] = simulation.engine.name

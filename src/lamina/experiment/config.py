@@ -32,6 +32,7 @@ from lamina.experiment.objects import Objects
 from lamina.experiment.sections import Data, Fraction, Named, default_name
 from lamina.experiment.toml import read_tree, set_keys
 from lamina.objective.losses import LOSSES
+from lamina.rounds.clock import Clock
 from lamina.rounds.settings import TrainSettings
 
 NO_OBJECTS = Objects()  # one for all experiments, so that two with the same settings are equal
@@ -95,7 +96,7 @@ else:
             each.default,
         )
         for each in dataclasses.fields(TrainSettings)
-        if each.name not in ("augmentation", "channel", "privacy")  # in sections of their own, [data] the first
+        if each.name not in ("augmentation", "channel", "privacy", "clock")  # in sections of their own
     } | {
         "lr": (Positive | None, None),  # None: the algorithm's own default
         "participation": (Annotated[float, Field(gt=0, le=1)], 0.5),
@@ -164,6 +165,17 @@ class Run(_Section):
     checkpoint_every: AtLeastOne = 1  # rounds
     accept_changed_code: bool = False  # resume a run although the user's code has changed
     out: str | None = None  # None: runs/<file>-<algorithm>-seed<seed>
+
+
+class ClockSection(BaseModel):
+    """The `[clock]` section: the name of a clock, and the fields of `lamina.Clock`, which validates them."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str | None = None
+
+    def table(self) -> dict[str, Any]:
+        """Return the section as an argument of `Simulation`."""
+        return {"name": self.name, **(self.model_extra or {})}
 
 
 class Tried(BaseModel):
@@ -244,6 +256,9 @@ class Experiment(_Section):
     channel: ChannelSection = ChannelSection()
     privacy: PrivacySection | None = None
     run: Run = Run()
+    clock: Annotated[
+        ClockSection | None, BeforeValidator(lambda clock: {"name": clock} if isinstance(clock, str) else clock)
+    ] = None
     compare: Compare = Compare()
     tune: Tune = Field(default=Tune(), exclude=True)  # a run's configuration does not say what else was tried
     claim: list[Claim] = Field(default=[], exclude=True)  # changes nothing in a run, so no run's folder depends on it
@@ -310,6 +325,7 @@ def key_places(*others: str) -> dict[str, str]:
         "model": [name for model in models.registry().values() for name in model.options],
         "algorithm": options,
         **{name: kind.model_fields for name, kind in (("run", Run), ("data", Data), ("train", Train))},
+        "clock": Clock.__dataclass_fields__,
         **{name: cast(Any, Experiment.model_fields[name].annotation).model_fields for name in others},
     }
     places = {name: f"{section}.{name}" for section, known in names.items() for name in known if name != "name"}

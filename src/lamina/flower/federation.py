@@ -60,15 +60,16 @@ class Federation(Setup):
             over nodes: not F1, mean IoU, AUROC, R² and your own functions.
         node_test: what a node evaluates on; its training data unless given, which they must match as in a simulation.
         participation, sampling, cohort_cap, min_separation, batch_size, epochs, local_steps, lr, schedule, clip,
-            weighting, aggregation, channel, loss, augmentation, seed, device, evaluate_every, accept_changed_code: as
-            in `lamina.Simulation`.
+            weighting, aggregation, channel, privacy, loss, augmentation, clock, seed, device, evaluate_every,
+            accept_changed_code: as in `lamina.Simulation`.
         evaluate_on: where the model is evaluated: "central" (the server's test data), "nodes", or "both".
         nodes: Flower's node ids and the client each is, or a JSON file with such a table; else ``nodes`` in Flower's
             run configuration. Nobody else takes part.
         quorum: how many of a round's clients must answer: a fraction (``1.0`` is all of them), or a whole number (``1``
             is one client).
         deadline: seconds that nodes have to answer a message; the original Mime has two in a round, and an evaluation
-            on nodes is one more.
+            on nodes is one more. That is time that passes; the `deadline` of a `clock` is planned, and decides before a
+            round whom the server asks, as in a simulation.
         attempts: how often a round that misses the quorum is tried before the run stops. It is not tried again if the
             quorum is out of reach without clients that have reported the same error twice in a row.
         poll: seconds between two looks for replies.
@@ -116,6 +117,7 @@ class Federation(Setup):
         }
         federation = cls(algorithm, dealt.model, dealt.part, **(given | dict(settings) | more))
         federation.described = lambda: dealt.facts
+        federation.known_clients = lambda: dealt.reserved.training
         if experiment.data.heldout_clients is not None or experiment.data.local_test is not None:
             federation.client_samples = dealt.client_samples
         return federation
@@ -133,6 +135,7 @@ class Federation(Setup):
         card, train = self.algorithm.card, self.protocol.record()
         del train["augmentation"]  # which a file has in [data]
         channel, privacy = train.pop("channel"), train.pop("privacy")
+        clock = train.pop("clock")
         if self.metrics is not None:
             train["metrics"] = [metric.name for metric in self.metrics]
         named = {name: getattr(self.algorithm, name) for name in options(type(self.algorithm))}
@@ -152,6 +155,7 @@ class Federation(Setup):
             **({} if privacy is None else {"privacy": privacy}),
             **({} if card.name in BUILT_IN else {"title": card.title}),  # a report does not import the user's code
             **({} if self.metrics is None else {"metrics": description(self.metrics)}),
+            **({} if clock is None else {"clock": clock}),
         }
 
     def server_app(self) -> ServerApp:

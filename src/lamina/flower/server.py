@@ -42,6 +42,7 @@ from lamina.training.masks import with_mask
 from lamina.training.metrics import ACCURACY
 from lamina.training.preflight import check_evaluation
 from lamina.training.privacy import accountant_of, check_privacy, published, spends_too_much, with_noise
+from lamina.training.timing import catch_up, timed, timeline_of
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,10 @@ class Server:
             self.protocol = with_noise(self.protocol, self.plan.clients.count, identity)
             self.plan = replace(self.plan, protocol=self.protocol)
         self.accountant = accountant_of(self.protocol, self.plan.clients.count)
+        if self.protocol.chooser is not None and setup.known_clients is not None:
+            self.plan = replace(self.plan, clients=setup.known_clients())
+        self.plan = setup.plan = timed(self.plan, self.algorithm, self.objective, None)
+        self.timeline = timeline_of(self.plan, self.algorithm)
         test_data = None
         if setup.test is not None and setup.evaluate_on != "nodes":
             given = setup.test()
@@ -140,6 +145,9 @@ class Server:
             "wire_bytes_down": traffic.wire_down,
             "wire_bytes_up": traffic.wire_up,
         }
+        if self.timeline is not None:
+            catch_up(self.timeline, self.plan, self.history, facts.number - 1)
+            row["clock_seconds"] = self.timeline.add(row, facts.cohort, facts.examples, facts.steps)
         if facts.number % self.setup.evaluate_every == 0 or facts.number == self.setup.rounds:
             row |= self._evaluate(record)
         if self.accountant is not None:

@@ -73,6 +73,7 @@ class Setup:
         self.metrics = find_all(metrics)
         # of an experiment file
         self.described: Callable[[], tuple[dict[str, Any], dict[str, Any]]] | None = None  # config.json and model.json
+        self.known_clients: Callable[[], Clients] | None = None  # None: only their nodes know what data clients have
         self.client_samples: Callable[[], list[ClientSamples]] = list  # that no client trains on
         for name, maker in {"model": model, "data": data, "test": test, "node_test": node_test}.items():
             if isinstance(maker, nn.Module) or (maker is not None and not callable(maker)):

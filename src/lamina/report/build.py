@@ -11,11 +11,13 @@ import numpy as np
 
 from lamina.base.errors import BadInput
 from lamina.base.text import listed, plural, printable
+from lamina.experiment.runs.network_time import with_clock
 from lamina.experiment.runs.records import Record, find_records, read_json
 from lamina.experiment.trials.trial import Trial
 from lamina.report import tables
 from lamina.report.curves import folder_name, group, text, without_repeats
 from lamina.report.rates import Response, rates_table, responses
+from lamina.rounds.clock import Clock
 from lamina.training.metrics import is_percent
 
 Dealt = tuple[str, list[list[int]]]  # how data were split: in words, and samples as [clients][classes]
@@ -57,6 +59,7 @@ def build(
     title: str | None = None,
     baseline: Path | None = None,
     labels: Sequence[str] = (),
+    clock: Clock | None = None,
 ) -> Report:
     """Return the report of some runs.
 
@@ -65,12 +68,15 @@ def build(
         targets: Values of the first metric to reach on the test data; by default chosen from the accuracies.
         title: The heading; by default a description of the data.
         baseline: The folder that holds the runs of the curve to compare others with; by default FedAvg's.
+        clock: Adds the time that the runs take on its network, in place of their own clocks'.
         labels: The names of the curves, one for each of the folders; by default what differs between the curves.
     """
     if labels and len(labels) != len(folders):
         raise BadInput(f"there are {plural(len(labels), 'label')} for {plural(len(folders), 'folder')}: give one each")
     runs, notes = without_repeats(find_records(folders))
     final = [run for run in runs if not run.tuning] or runs  # tuning runs are shown if there are no others
+    if clock is not None:
+        final = [with_clock(run, clock) for run in final]
     curves = _labelled(final, folders, labels) if labels else group(final)
     metric = tables.metric_of(curves)
     for target in targets:

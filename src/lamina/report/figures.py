@@ -20,7 +20,7 @@ from lamina.experiment.trials.settings import written
 from lamina.experiment.trials.trial import Trial
 from lamina.report.build import Report
 from lamina.report.rates import Response, drawn_scores, metrics_in
-from lamina.report.tables import MEGABYTES, Unit, metric_of, unit_of_bytes
+from lamina.report.tables import CLOCK, MEGABYTES, Unit, has_clock, metric_of, unit_of_bytes
 from lamina.training.history import History, mean
 from lamina.training.metrics import is_metric, is_percent, with_unit
 
@@ -83,6 +83,7 @@ TITLES = {
 # Columns that do not measure the quality of a model.
 NOT_DRAWN = {
     "round", "clients", "steps", "bytes_down", "bytes_up", "paper_bytes", "seconds", "evaluation_seconds",
+    "clock_seconds",
 }  # fmt: skip
 
 
@@ -123,9 +124,9 @@ def by_round(histories: Sequence[History], column: str) -> NDArray[np.float64]:
 
 @np.errstate(over="ignore")
 def spent(histories: Sequence[History], axis: str) -> NDArray[np.float64]:
-    """Return [seeds, rounds]: rounds, bytes in both directions or seconds of training since the start."""
-    if axis == "round":
-        return by_round(histories, "round")
+    """Return [seeds, rounds]: rounds, bytes in both directions, seconds of training or of a clock since the start."""
+    if axis in ("round", CLOCK):
+        return by_round(histories, axis)
     columns = ("bytes_down", "bytes_up") if axis == "bytes" else (axis,)
     each: NDArray[np.float64] = np.sum([by_round(histories, column) for column in columns], axis=0)
     return np.cumsum(each, axis=1)
@@ -187,7 +188,7 @@ def draw_line(
 
 @matplotlib.rc_context(STYLE)
 def curve_figure(curves: Sequence[Trial], metric: Metric, axis: str) -> Figure:
-    """Draw one metric against rounds, bytes or seconds."""
+    """Draw one metric against rounds, bytes, seconds of training or of a clock."""
     figure = Picture(figsize=(5.2, 3.4), layout="constrained")
     axes = figure.subplots()
     draw(axes, [(curve.name, curve.histories) for curve in curves], metric, axis, unit_of_bytes(curves))
@@ -214,9 +215,15 @@ def comparison_figure(entries: Sequence[Trial], title: str) -> Figure:
     return figure
 
 
+def axes_of(curves: Sequence[Trial]) -> list[str]:
+    """Return what metrics are drawn against."""
+    return ["round", "bytes", "seconds", *([CLOCK] if has_clock(curves) else [])]
+
+
 def axis_title(axis: str, unit: str) -> str:
     """Return the title of the horizontal axis."""
-    return {"round": "round", "bytes": f"{unit} sent, both directions", "seconds": "seconds of training"}[axis]
+    titles = {"seconds": "seconds of training", CLOCK: "seconds on the clock's network"}
+    return {"round": "round", "bytes": f"{unit} sent, both directions", **titles}[axis]
 
 
 @matplotlib.rc_context(STYLE)
@@ -282,9 +289,9 @@ def report_figures(report: Report) -> Iterator[tuple[str, Figure]]:
     metrics = metrics_of(report.curves)
     for metric in metrics:
         # only the first metric is drawn against its cost
-        for axis in ("round", "bytes", "seconds") if metric is metrics[0] else ("round",):
+        for axis in axes_of(report.curves) if metric is metrics[0] else ("round",):
             column = re.sub(r"[^A-Za-z0-9]+", "-", metric.column).strip("-")
-            yield f"{column}-by-{axis}", curve_figure(report.curves, metric, axis)
+            yield f"{column}-by-{axis.replace('_', '-')}", curve_figure(report.curves, metric, axis)
     if report.responses:
         yield "learning-rates", rates_figure(report.responses)
     for number, (title, counts) in enumerate(report.dealt, 1):

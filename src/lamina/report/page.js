@@ -209,7 +209,7 @@ function costToTarget(curve, target) {
     (steps.length && steps.length === curve.steps.length ? mean(steps.map((step) => step[place])) : NaN);
   return {
     reached: reached.length, seeds: curve.steps.length, touch: take(firsts(curve.touches), 0),
-    costs: [take(reached, 0), take(reached, 2), take(reached, 3)],
+    costs: [0, 2, 3, 4].map((place) => take(reached, place)),
   };
 }
 
@@ -219,13 +219,15 @@ const roundsText = (rounds, limit) =>
 const perTarget = data.judged.percent ? 100 : 1; // accuracies are typed and shown in per cent
 const isTarget = (typed) => (data.judged.percent ? typed > 0 && typed <= 100 : Number.isFinite(typed));
 
+const hasClock = "clock_seconds" in data.axes;
+
 /** The rows of the cost table: for every target, in per cent where accuracies are, one for each curve. */
 function costRows(targets, baseline) {
   return [...new Set(targets)].sort((a, b) => a - b).flatMap((target) => {
     const found = data.curves.map((curve) => costToTarget(curve, target / perTarget));
     return found.map((one, index) => {
       const cells = [`${target}${data.judged.percent ? "%" : ""}`, data.curves[index].label, `${one.reached}/${one.seeds}`];
-      [1, data.unit.bytes, 1].forEach((scale, place) => {
+      [1, data.unit.bytes, 1, ...(hasClock ? [1] : [])].forEach((scale, place) => {
         const other = found[baseline].costs[place];
         const times = other > 0 ? one.costs[place] / other : NaN;
         const { limit } = data.curves[index];
@@ -245,7 +247,8 @@ function drawTargets() {
   $("target-problem").textContent = refused.length ? `not used: ${refused.join(", ")} (targets are ${bounds})` : "";
   const baseline = Number($("baseline").value);
   const ratio = "× baseline";
-  const head = ["target", "curve", "reached", "rounds", ratio, "first touch", data.unit.name, ratio, "seconds", ratio];
+  const head = ["target", "curve", "reached", "rounds", ratio, "first touch", data.unit.name, ratio, "seconds", ratio,
+    ...(hasClock ? ["clock s", ratio] : [])];
   const rows = costRows(words.map(Number).filter(isTarget), baseline);
   const table = document.querySelector("[data-name='cost-to-target'] table");
   table.tHead.replaceChildren(tableRow("th", head));

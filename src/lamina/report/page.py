@@ -19,9 +19,18 @@ from lamina.base.text import html_table as plain_table
 from lamina.base.text import plural
 from lamina.experiment.trials.trial import Trial
 from lamina.report.build import Report
-from lamina.report.figures import MOST_ROUNDS_DRAWN, axis_title, by_round, mean_spent, metrics_of, spent, thinned
+from lamina.report.figures import (
+    MOST_ROUNDS_DRAWN,
+    axes_of,
+    axis_title,
+    by_round,
+    mean_spent,
+    metrics_of,
+    spent,
+    thinned,
+)
 from lamina.report.rates import drawn_scores
-from lamina.report.tables import Table, metric_of, unit_of_bytes
+from lamina.report.tables import CLOCK, Table, metric_of, unit_of_bytes
 from lamina.training.history import History
 from lamina.training.metrics import is_percent, smaller_is_better, with_unit
 
@@ -58,7 +67,7 @@ def page_data(report: Report) -> dict[str, Any]:
     return {
         "curves": [_curve(curve, [one.column for one in metrics], report) for curve in report.curves],
         "metrics": [metric._asdict() for metric in metrics],
-        "axes": {axis: axis_title(axis, unit.name) for axis in ("round", "bytes", "seconds")},
+        "axes": {axis: axis_title(axis, unit.name) for axis in axes_of(report.curves)},
         "unit": unit._asdict(),
         "judged": {
             "metric": report.metric,
@@ -107,6 +116,7 @@ def html_table(table: Table) -> str:
 
 def _curve(curve: Trial, columns: Sequence[str], report: Report) -> dict[str, Any]:
     histories = [history for history in curve.histories if len(history)]
+    costs = axes_of(report.curves)[1:]
     summary = {
         "label": curve.name,
         "limit": max((len(history) for history in curve.histories), default=0),
@@ -114,7 +124,7 @@ def _curve(curve: Trial, columns: Sequence[str], report: Report) -> dict[str, An
         "touches": [_touches(history, report.metric) for history in curve.histories],
     }
     if not histories:
-        return {**summary, "seeds": [], "rounds": [], "columns": {}, "bytes": [], "seconds": [], "mean": {}}
+        return {**summary, "seeds": [], "rounds": [], "columns": {}, **{axis: [] for axis in costs}, "mean": {}}
     in_all = max(len(history) for history in histories)
     kept = np.arange(in_all)
     if in_all > MOST_ROUNDS_DRAWN:  # the page stays small
@@ -126,19 +136,20 @@ def _curve(curve: Trial, columns: Sequence[str], report: Report) -> dict[str, An
         "thinned": f"{len(kept)} of {plural(in_all, 'round')}" if len(kept) < in_all else "",
         "rounds": (kept + 1).tolist(),
         "columns": {column: [_numbers(row) for row in by_round(histories, column)[:, kept]] for column in columns},
-        "bytes": [_numbers(row) for row in spent(histories, "bytes")[:, kept]],
-        "seconds": [_numbers(row) for row in spent(histories, "seconds")[:, kept]],
-        "mean": {axis: _numbers(mean_spent(histories, axis)[kept]) for axis in ("bytes", "seconds")},
+        **{axis: [_numbers(row) for row in spent(histories, axis)[:, kept]] for axis in costs},
+        "mean": {axis: _numbers(mean_spent(histories, axis)[kept]) for axis in costs},
     }
 
 
 def _steps(history: History, metric: str) -> list[list[float]]:
-    """Return round, level, bytes and seconds wherever the kept level improves: the cost of staying at any target."""
+    """Return round, level, bytes and both seconds wherever the kept level improves: the cost of staying at a target."""
     levels = history.kept_level(metric, optional=True)
     places = _improvements(levels)
     down, up, seconds = (history.array(name, optional=True) for name in ("bytes_down", "bytes_up", "seconds"))
     with np.errstate(over="ignore"):
         costs = [np.nan_to_num(np.nancumsum(cost)) for cost in (down + up, seconds)]  # JSON has no infinity
+    if CLOCK in history.columns:
+        costs.append(history.array(CLOCK))
     rounds = history.array("round", optional=True)[places].astype(int).tolist()
     return [list(step) for step in zip(rounds, *(column[places].tolist() for column in (levels, *costs)), strict=True)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ from lamina.report.curves import differing, folder_name, sections, text
 from lamina.training.history import History, mean, values
 from lamina.training.metrics import is_percent, smaller_is_better, with_unit
 
+CLOCK_TITLE = "clock s"
+CLOCK = "clock_seconds"  # the column, counted from the start of the run
 INFINITE, NONE, SPREAD, TIMES = "∞", "–", " ± ", "×"
 UNREACHED = "not within "  # begins the rounds to a target that was not reached
 
@@ -51,17 +53,21 @@ class Cost(NamedTuple):
     reached: int  # seeds that stay there
     touch: float  # the first round at the target; NaN if some seed has none
     limit: int  # rounds of the longest run
+    clock_seconds: float  # on the network of a clock; NaN without one
 
 
 def cost_to_target(records: Sequence[Record], target: float, metric: str | None = None) -> Cost:
-    """Return rounds, bytes (both directions) and seconds of training until a metric stays at the target."""
+    """Return rounds, bytes (both directions), seconds of training and of a clock until a metric stays at the target."""
     settled = [record.settling_round(target, metric) for record in records]
     touches = [record.history.rounds_to(target, metric, optional=True) for record in records]
     parts = [record.history[:number] for record, number in zip(records, settled, strict=True) if number is not None]
-    costs = [(float(part[-1]["round"]), sent(part), part.total("seconds", optional=True)) for part in parts]
+    costs = [
+        (float(part[-1]["round"]), sent(part), part.total("seconds", optional=True), part[-1].get(CLOCK, math.nan))
+        for part in parts
+    ]
     if len(parts) < len(records) or not records:
-        costs = [(math.nan, math.nan, math.nan)]
-    rounds, size, seconds = (mean(numbers) for numbers in zip(*costs, strict=True))
+        costs = [(math.nan,) * 4]
+    rounds, size, seconds, clock_seconds = (mean(numbers) for numbers in zip(*costs, strict=True))
     return Cost(
         rounds,
         size,
@@ -69,12 +75,18 @@ def cost_to_target(records: Sequence[Record], target: float, metric: str | None 
         len(parts),
         mean([math.nan if touch is None else touch for touch in touches] or [math.nan]),
         max((len(record.history) for record in records), default=0),
+        clock_seconds,
     )
 
 
 def sent(history: History) -> float:
     """Return the bytes sent in both directions."""
     return history.total("bytes_down", optional=True) + history.total("bytes_up", optional=True)
+
+
+def has_clock(curves: Iterable[Trial]) -> bool:
+    """Return whether some run has the time that it takes on a network."""
+    return any(CLOCK in history.columns for curve in curves for history in curve.histories)
 
 
 def metric_of(groups: Iterable[Trial]) -> str:
@@ -202,13 +214,16 @@ def cost_table(curves: Sequence[Trial], targets: Sequence[float], baseline: int)
     unit, metric = unit_of_bytes(curves), metric_of(curves)
     ratio = f"{TIMES} baseline"
     head = ["target", "curve", "reached", "rounds", ratio, "first touch", unit.name, ratio, "seconds", ratio]
+    fields = [("rounds", 1.0), ("bytes", unit.bytes), ("seconds", 1.0)]
+    if has_clock(curves):
+        head, fields = [*head, CLOCK_TITLE, ratio], [*fields, (CLOCK, 1.0)]
     rows = []
     for target in targets:
         costs = [cost_to_target(curve.records, target, metric) for curve in curves]
         for curve, cost in zip(curves, costs, strict=True):
             shown = f"{100 * target:g}%" if is_percent(metric) else f"{target:g}"
             row = [shown, curve.name, f"{cost.reached}/{len(curve.records)}"]
-            for field, scale in (("rounds", 1.0), ("bytes", unit.bytes), ("seconds", 1.0)):
+            for field, scale in fields:
                 value, other = getattr(cost, field), getattr(costs[baseline], field)
                 written = rounds_text(value, cost.limit) if field == "rounds" else significant(value / scale)
                 # Without a cost of the baseline there is nothing to compare with.
@@ -233,16 +248,20 @@ def results_table(curves: Sequence[Trial], baseline: int = 0) -> Table:
     head = ["curve", "seeds", f"final {with_unit(metric)}", f"best {with_unit(metric)}", "rounds"]
     head += [f"{unit.name} per round", f"{unit.name} in all", "seconds per round"]
     rows = []
+    columns: list[Callable[[History], float]] = [
+        lambda history: sent(history) / len(history) / unit.bytes,
+        lambda history: sent(history) / unit.bytes,
+        lambda history: history.total("seconds", optional=True) / len(history),
+    ]
+    if has_clock(curves):
+        head += [f"{CLOCK_TITLE} in all"]
+        columns += [lambda history: history.last(CLOCK, optional=True)]
     for curve in curves:
         histories = curve.histories
         lengths = [len(history) for history in histories]
         rounds = str(lengths[0]) if len(set(lengths)) == 1 else f"{min(lengths)} to {max(lengths)}"
         row = [curve.name, str(len(histories)), *final_and_best(curve.records, metric), rounds]
-        for of in (
-            lambda history: sent(history) / len(history) / unit.bytes,
-            lambda history: sent(history) / unit.bytes,
-            lambda history: history.total("seconds", optional=True) / len(history),
-        ):
+        for of in columns:
             numbers = values(histories, of)
             row.append(significant(mean(numbers)) if numbers else NONE)
         rows.append(row)
@@ -269,6 +288,8 @@ def algorithms_table(entries: Sequence[Trial], target: float | None, baseline: s
     unit = "acc. %" if metric == "accuracy" else f"{metric} %" if is_percent(metric) else metric
     size = unit_of_bytes(entries)
     head = ["algorithm", "lr", "rounds\nto target", f"{size.name} to\ntarget"]
+    timed = has_clock(entries)
+    head += [f"{CLOCK_TITLE} to\ntarget"] if timed else []
     head += [f"final\n{unit}", f"best\n{unit}", f"{size.name}\nin all"]
     rows = []
     for entry in entries:
@@ -280,6 +301,7 @@ def algorithms_table(entries: Sequence[Trial], target: float | None, baseline: s
                 f"{entry.lr:g}",
                 f"not in {cost.limit}" if math.isnan(cost.rounds) and cost.limit else fixed(cost.rounds),
                 fixed(cost.bytes / size.bytes),
+                *([significant(cost.clock_seconds)] if timed else []),
                 *(cell.replace(SPREAD, "±") for cell in final_and_best(entry.records, metric)),
                 fixed(mean(in_all)) if in_all else NONE,
             ]
@@ -287,12 +309,46 @@ def algorithms_table(entries: Sequence[Trial], target: float | None, baseline: s
     if baseline is not None:
         other = next((entry.records for entry in entries if entry.name == baseline), [])
         title += "; difference of the final values, paired by seed, 95 % interval" if seeds > 1 else ""
-        head.insert(5, f"difference\nto {baseline}")
+        place = 6 if timed else 5
+        head.insert(place, f"difference\nto {baseline}")
         for entry, row in zip(entries, rows, strict=True):
-            row.insert(5, difference_text(entry.records, other, metric))
+            row.insert(place, difference_text(entry.records, other, metric))
     if target is None:
-        head, rows = head[:2] + head[4:], [row[:2] + row[4:] for row in rows]
+        first = 5 if timed else 4
+        head, rows = head[:2] + head[first:], [row[:2] + row[first:] for row in rows]
     return Table("comparison", head, rows, title)
+
+
+def times_table(timed: Mapping[str, Sequence[Trial]], target: float | None) -> Table:
+    """Return how long curves take on clocks, given by the clock's name: a round, in all, and to a target.
+
+    Args:
+        timed: the curves by clock; their runs have the column ``clock_seconds``.
+        target: value of the metric on the test data to stay at; None leaves its columns out.
+    """
+    metric = metric_of(next(iter(timed.values())))
+    head = ["curve", "clock", "rounds", "s per round", "s in all"]
+    shown = "" if target is None else f"{100 * target:g}%" if is_percent(metric) else f"{target:g}"
+    head += [f"rounds to {shown}", f"s to {shown}", "s to first touch"] if target is not None else []
+    rows = []
+    for name, curves in timed.items():
+        for curve in curves:
+            totals = [history.last(CLOCK) for history in curve.histories]
+            lengths = [len(history) for history in curve.histories]
+            row = [curve.name, name, fixed(mean(lengths), 0), significant(sum(totals) / sum(lengths))]
+            row.append(mean_and_spread(totals, significant))
+            if target is not None:
+                cost = cost_to_target(curve.records, target, metric)
+                touches = [_until_touch(history, target, metric) for history in curve.histories]
+                row += [rounds_text(cost.rounds, cost.limit), *map(significant, (cost.clock_seconds, mean(touches)))]
+            rows.append(row)
+    return Table("times", head, rows)
+
+
+def _until_touch(history: History, target: float, metric: str) -> float:
+    """Return the seconds of the clock until a metric first reaches a target; NaN if it does not."""
+    number = history.rounds_to(target, metric, optional=True)
+    return math.nan if number is None else float(history[number - 1][CLOCK])
 
 
 def trials_table(tuning: Tuning) -> Table:

@@ -7,17 +7,23 @@ on the same clients and batches, and a resumed run continues exactly.
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from lamina.algorithms.contract import Needs
 from lamina.base import rng
 from lamina.base.errors import BadInput
 from lamina.base.text import plural
 from lamina.data.parts import Indices
 from lamina.rounds.clients import Clients
+from lamina.rounds.clock import Task
 from lamina.rounds.settings import TrainSettings
 
 NOBODY: Indices = np.zeros(0, dtype=np.int64)
@@ -88,11 +94,21 @@ def dropout_streams(streams: Indices, steps: int) -> Indices:
 
 
 @dataclass(frozen=True)
+class Demand:
+    """What the algorithm asks of a client in a round, as it is known before the run."""
+
+    down: int  # bytes, with every field that a client may keep
+    up: int
+    needs: Callable[[int], Needs] = field(compare=False)  # by round; the members of a population have the same
+
+
+@dataclass(frozen=True)
 class Plan:
     """The clients and the protocol: together with a round's number they determine the round."""
 
     clients: Clients
     protocol: TrainSettings
+    demand: Demand | None = None  # None: the clock, if there is one, waits for all clients
 
     @property
     def largest_batch(self) -> int:
@@ -101,15 +117,28 @@ class Plan:
         return min(self.protocol.batch_size or largest, largest)
 
     def cohort(self, round: int) -> Indices:
-        """Return the active clients: exactly max(1, round(C N)) of them, or each with an independent probability.
+        """Return the active clients: those that are drawn, without those that the clock does not wait for.
 
         The time it takes depends on the size of the cohort, not on the number of clients. With `min_separation`, round
         r draws from one of so many groups of clients, number r modulo `min_separation`.
         """
+        drawn, clock = self._drawn(round), self.protocol.chooser
+        if clock is None:
+            return drawn
+        asked = len(drawn) if self.protocol.sampling == "bernoulli" else self._size()
+        ready = clock.ready(self._task(round, drawn), drawn, self.clients.count, self.protocol.seed)
+        return drawn[clock.kept(ready, asked)]
+
+    def _size(self, factor: float = 1.0) -> int:
+        """Return the size of an exact cohort, or of one that is so many times as large."""
+        return math.ceil(cohort_size(self.clients.count, self.protocol.participation) * factor)
+
+    def _drawn(self, round: int) -> Indices:
+        """Return so many clients as `exact` sampling takes, or each with an independent probability."""
         group, n = self._group(round)
         if self.protocol.sampling == "exact":
-            size = cohort_size(self.clients.count, self.protocol.participation)
-            drawn = rng.sample(rng.key(self.protocol.seed, "cohort", round), n, size)
+            factor = 1.0 if self.protocol.clock is None else self.protocol.clock.over_select
+            drawn = rng.sample(rng.key(self.protocol.seed, "cohort", round), n, min(n, self._size(factor)))
         else:
             tosses = (self._toss(round, attempt) for attempt in range(MOST_REDRAWS))
             drawn = next((each for each in tosses if len(each)), NOBODY)  # an empty cohort is drawn again
@@ -157,9 +186,47 @@ class Plan:
         order = rng.permutation(rng.key(self.protocol.seed, "separation"), count)
         return [np.sort(order[first::separation]) for first in range(separation)]
 
+    def _task(self, round: int, cohort: Indices) -> Task:
+        """Return what a round asks of these clients, as the clock sees it before the run."""
+        assert self.demand is not None
+        sizes, steps = self.amounts(cohort)
+        each = np.ones(len(cohort))
+        needs = self.demand.needs(round)
+        gradients = count_gradients(self.protocol, needs, sizes, steps)
+        return Task(gradients, self.demand.down * each, self.demand.up * each, count_exchanges(needs))
+
+    def amounts(self, cohort: Indices) -> tuple[Indices | None, Indices]:
+        """Return n_i and K_i of clients [C]; n_i is None if it is not known here but K_i does not depend on it."""
+        protocol = self.protocol
+        if len(self.clients.parts):
+            sizes = self.clients.parts.sizes[cohort]
+            return sizes, protocol.steps(sizes)
+        if protocol.local_steps is None and protocol.batch_size is not None:
+            raise BadInput(
+                "clock: how many steps a client takes is not known before the round, because its samples are dealt "
+                "anew or lie on a node: give local_steps, or a clock without deadline and over_select"
+            )
+        return None, protocol.steps(np.ones(len(cohort), dtype=np.int64))
+
+    def check_clock(self) -> None:
+        """Refuse a clock for another number of clients, or with a deadline that no client could ever meet."""
+        clock, count, seed = self.protocol.clock, self.clients.count, self.protocol.seed
+        if clock is None:
+            return
+        nothing, nobody = np.zeros(0), np.zeros(0, dtype=np.int64)
+        clock.ready(Task(nothing, nothing, nothing), nobody, count, seed)
+        if clock.deadline is not None:
+            alone, everyone = dataclasses.replace(clock, server_link=None), np.arange(count)
+            least = alone.ready(self._task(1, everyone), everyone, count, seed).min()
+            if least > clock.deadline:
+                raise BadInput(
+                    f"clock.deadline = {clock.deadline:g} s: even the fastest client needs {least:.3g} s: raise it"
+                )
+
     def same_rounds(self, other: Plan) -> bool:
         """Return whether all rounds of two plans are the same, except for their learning rates."""
-        return self.protocol.same_rounds(other.protocol) and self.clients.same_as(other.clients)
+        same_protocol = self.protocol.same_rounds(other.protocol) and self.demand == other.demand
+        return same_protocol and self.clients.same_as(other.clients)
 
     def round(self, number: int) -> RoundPlan:
         """Return the plan of round `number`, counted from 1."""
@@ -221,3 +288,26 @@ class Plan:
             streams=client_streams(self.protocol.seed, number, cohort),
             cohort_stream=cohort_stream(self.protocol.seed, number),
         )
+
+
+def count_gradients(
+    protocol: TrainSettings, needs: Needs, sizes: NDArray[Any] | None, steps: NDArray[Any]
+) -> NDArray[Any]:
+    """Return how many mini-batch gradients clients with n_i samples and K_i steps compute in a round [C].
+
+    A gradient over all data counts as one pass over them. A control variate takes each gradient at a second point too.
+    """
+    per_step = (1 + needs.second_gradient) * (1 + needs.control_variate)
+    if not (needs.full_gradient or needs.control_variate):
+        return steps * per_step
+    if sizes is None:
+        raise BadInput(
+            "clock: the algorithm takes gradients over all of a client's data, and how many samples a client has is "
+            "not known here"
+        )
+    return steps * per_step + protocol.steps_per_epoch(sizes)
+
+
+def count_exchanges(needs: Needs) -> int:
+    """Return how many messages of the server a client answers in a round."""
+    return 1 + needs.control_variate

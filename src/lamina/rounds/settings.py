@@ -28,6 +28,7 @@ from lamina.data.feed import Augment, OwnAugmentation
 from lamina.objective.fingerprint import value_digest
 from lamina.objective.losses import Loss, as_loss, instance_of_loss
 from lamina.rounds.aggregation import MEAN, Aggregation, as_aggregation, name_of
+from lamina.rounds.clock import Clock, as_clock
 from lamina.rounds.schedules import CONSTANT, Schedule, as_schedule
 
 Sampling = Literal["exact", "bernoulli"]
@@ -61,6 +62,7 @@ class TrainArguments(TypedDict, total=False):
     loss: str | Loss
     augmentation: Augment | OwnAugmentation | str | None
     private: Sequence[str]
+    clock: Clock | str | Mapping[str, Any] | None
     seed: int
 
 
@@ -88,6 +90,7 @@ class TrainSettings:
     loss: str | Loss = field(default="cross_entropy", metadata=SERVER_ONLY | UNPLANNED | PER_MEMBER)
     augmentation: Augment | OwnAugmentation | str | None = field(default=None, metadata=UNPLANNED)
     private: Sequence[str] = field(default=(), metadata=SERVER_ONLY | UNPLANNED)  # a node has its own
+    clock: Clock | None = field(default=None, metadata=SERVER_ONLY | PER_MEMBER)
     seed: int = field(default=0, metadata=PER_MEMBER)
 
     def __post_init__(self) -> None:
@@ -118,6 +121,8 @@ class TrainSettings:
             raise BadInput(
                 f"private = {short_repr(self.private)}: give a list of patterns of names, such as ['head.*']"
             )
+        if self.clock is not None and self.clock.over_select > 1 and self.sampling != "exact":
+            raise BadInput("clock.over_select draws more clients than a round needs: that needs sampling = 'exact'")
         if self.epochs is not None and self.local_steps is not None:
             raise BadInput(
                 f"epochs = {self.epochs} and local_steps = {self.local_steps} both say how long a client trains: "
@@ -143,7 +148,8 @@ class TrainSettings:
                 own = {
                     each: f": give it to the algorithm, lamina.{kind}({each}=…)" for each in options(type(algorithm))
                 }
-                hint = nearest(name, [*names, *others], option_places() | own | dict(places or {}))
+                of_clock = {each.name: f": give it to the clock, clock={{'{each.name}': …}}" for each in fields(Clock)}
+                hint = nearest(name, [*names, *others], option_places() | of_clock | own | dict(places or {}))
                 hint = hint or "; help(lamina.Simulation) lists them"
                 raise BadInput(f"there is no setting '{name}'{hint}")
         # numbers of numpy become numbers of Python, which config.json can hold
@@ -160,6 +166,7 @@ class TrainSettings:
             given["aggregation"] = as_aggregation(given["aggregation"])
         given["channel"] = as_channel(given.get("channel"))
         given["privacy"] = as_privacy(given.get("privacy"))
+        given["clock"] = as_clock(given.get("clock"))
         return cls(**given)
 
     @classmethod
@@ -195,9 +202,15 @@ class TrainSettings:
         """Return the number of batches in one pass over the samples, with the last short one."""
         return np.ones_like(sizes) if self.batch_size is None else -(-sizes // self.batch_size)
 
+    @property
+    def chooser(self) -> Clock | None:
+        """The clock, if clients may not be asked because of it; one that only measures makes no other rounds."""
+        return self.clock if self.clock is not None and self.clock.chooses else None
+
     def same_rounds(self, other: TrainSettings) -> bool:
         """Return whether both draw the same cohorts and batches in every round."""
-        return all(getattr(self, name) == getattr(other, name) for name in self.names(UNPLANNED))
+        planned = [*(name for name in self.names(UNPLANNED) if name != "clock"), "chooser"]
+        return all(getattr(self, name) == getattr(other, name) for name in planned)
 
     def local_record(self, number: int) -> dict[str, Any]:
         """Return the settings that a client needs in one round, as JSON can hold them; see `from_local_record`."""
@@ -234,6 +247,7 @@ class TrainSettings:
             "loss": own_name(self.loss),
             "augmentation": self._augmentation_record(),
             "private": list(self.private) or None,
+            "clock": None if self.clock is None else self.clock.record(),
         }
 
 

@@ -164,7 +164,7 @@ def mismatch(first: Training, other: Training) -> str:
             for name in TrainSettings.names(PER_MEMBER)
             if name != "privacy"  # whose noise is each member's own
         ),
-        ("privacy", *(repr(one.protocol.privacy) for one in (first, other))),
+        ("privacy", repr(first.protocol.privacy), repr(other.protocol.privacy)),
         ("precision", first.precision, other.precision),
         ("deterministic", first.deterministic, other.deterministic),
         ("trust_ratios", first.engine.record_trust_ratios, other.engine.record_trust_ratios),

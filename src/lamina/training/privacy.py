@@ -73,6 +73,11 @@ def check_privacy(algorithm: Algorithm, objective: Objective, plan: Plan, record
         raise BadInput("privacy: a robust mean moves by more than clipping allows for: use the mean")
     if plan.clients.reallocation is not None:
         raise BadInput("privacy: clients that are dealt anew in every round are nobody to protect: fix the partition")
+    if protocol.chooser is not None:
+        raise BadInput(
+            "privacy: rounds that leave out slow clients have other cohorts than those that are accounted for: leave "
+            "deadline and over_select out of the clock"
+        )
     if protocol.local_steps is None:
         raise BadInput(
             "privacy: the mean number of local steps tells of the clients' sizes: give local_steps in place of epochs"

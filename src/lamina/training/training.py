@@ -57,6 +57,7 @@ from lamina.training.preflight import check_evaluation, check_model, check_run
 from lamina.training.preflight.inputs import warn_of_padding
 from lamina.training.preflight.targets import check_settings
 from lamina.training.privacy import accountant_of, check_privacy, published, spends_too_much, with_noise
+from lamina.training.timing import catch_up, timed, timeline_of
 
 log = logging.getLogger(__name__)
 NO_OWN_TESTS = (
@@ -176,6 +177,8 @@ class Training:
                 check_evaluation(self.objective, each, metrics)
             clients_samples = self._client_samples(options.client_metrics, metrics)
             self.evaluation = Evaluation(metrics, self.test_data, clients_samples, named)
+            self.plan = timed(self.plan, algorithm, self.objective, self.train_data)
+            self.protocol = protocol = self.plan.protocol
             self.plan.round(1)  # so that an impossible plan is refused here, not in round 1
             self.engine: Engine = choose_engine(
                 options.engine,
@@ -206,6 +209,7 @@ class Training:
         self.diagnostics = Diagnostics(names, algorithm, self.objective, self.train_data, self.plan)
         self.state, _ = self.start()
         self.history = History(metric=self.metric)
+        self.timeline = timeline_of(self.plan, algorithm)
         self._planned: RoundPlan | None = None  # the next round's plan, if it was computed ahead
 
     def run(self, rounds: int, on_round: Callable[[Row], None] | None = None) -> History:
@@ -258,6 +262,9 @@ class Training:
     ) -> Row:
         """Append the row of a finished round, with its evaluation and diagnostics if they were due, and return it."""
         row = round_row(self.algorithm, self.objective.shared_start, plan, report, seconds) | dict(metrics)
+        if self.timeline is not None:
+            catch_up(self.timeline, self.plan, self.history, plan.number - 1)
+            row["clock_seconds"] = self.timeline.add(row, plan.cohort, plan.examples, plan.steps)
         if metrics and self.diagnostics.names:
             started = time.perf_counter()
             row |= self.diagnostics.measure(before, self.state, plan, report)

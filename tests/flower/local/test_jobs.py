@@ -4,15 +4,20 @@ from pathlib import Path
 
 import pytest
 
+from lamina.experiment import build
 from lamina.experiment.config import parse
 from lamina.flower.federation import read_nodes
 from lamina.flower.local import jobs, processes
+from lamina.rounds.settings import TrainSettings
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
-def test_the_shim_builds_the_federation(tmp_path):
-    spec = parse({"data": {"clients": 3}, "model": {"name": "mlp", "hidden": 8}, "train": {"rounds": 7, "lr": 0.5}})
+@pytest.mark.parametrize("length", [{"local_steps": 4}, {"epochs": 2}])
+def test_the_shim_builds_the_federation(tmp_path, length):
+    train = {"rounds": 7, "lr": 0.5, **length}
+    tables = {"model": {"name": "mlp", "hidden": 8}, "clock": {"name": "4g", "step_seconds": 2}}
+    spec = parse({"data": {"clients": 3}, "train": train, **tables})
     number = 2**64 - 1  # as long as Flower's get
     nodes = {number: 2, 5: 0, 6: 1}
     jobs.write_app(tmp_path / "app", spec, {"deadline": 9.0, "quorum": 2, "out": None, "nodes": nodes})
@@ -21,6 +26,7 @@ def test_the_shim_builds_the_federation(tmp_path):
     made = scope["federation"]
     config = made.config()
     assert (config["train"]["rounds"], config["train"]["lr"], config["data"]["clients"]) == (7, 0.5, 3)
+    assert made.protocol == TrainSettings.of(made.algorithm, build.settings_of(spec))
     assert made.deadline == 9.0
     assert read_nodes(made.nodes, 3) == nodes
     assert made.out is None

@@ -38,7 +38,7 @@ def load_again(path: Path, overrides: Sequence[str] = ()) -> Experiment:
             f"the run '{path.parent}' was started from Python with objects that no file holds ({listed(objects)}): run "
             "that script again, with another out="
         )
-    tree: Tree = {name: _as_in_a_file(config[name]) for name in Experiment.model_fields if name in config}
+    tree: Tree = {name: as_in_a_file(config[name]) for name in Experiment.model_fields if name in config}
     tree["run"] = {key: value for key, value in tree["run"].items() if key not in OF_ONE_MACHINE}
     if str(tree["run"].get("device", "")).startswith("cuda"):
         tree["run"]["device"] = "auto"
@@ -86,8 +86,8 @@ def _objects_in(config: Mapping[str, Any]) -> list[str]:
     return [what for what, is_object in facts.items() if is_object]
 
 
-def _as_in_a_file(value: Any) -> Any:
+def as_in_a_file(value: Any) -> Any:
     """Return nested tables without keys that are unset, and with infinite numbers, which JSON lacks."""
     if not isinstance(value, Mapping):
         return float(value) if value in ("inf", "-inf") else value
-    return {key: _as_in_a_file(inner) for key, inner in value.items() if inner is not None}
+    return {key: as_in_a_file(inner) for key, inner in value.items() if inner is not None}

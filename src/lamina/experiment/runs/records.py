@@ -27,7 +27,7 @@ from lamina.training.metrics import is_metric, read_primary
 FORMAT = 1  # of a run's folder; others are refused
 # keys that do not change the result, and so do not tell one run from another
 NO_PART_OF_IDENTITY = {
-    "lamina", "format", "title", "metrics", "data.dir", "run.out", "run.threads", "run.checkpoint_every",
+    "lamina", "format", "title", "metrics", "data.dir", "clock.name", "run.out", "run.threads", "run.checkpoint_every",
     "run.accept_changed_code",
 }  # fmt: skip
 # mlflow.json: of the option --mlflow, which earlier versions had

@@ -146,7 +146,7 @@ class AppJob(Job):
 
 def write_app(folder: Path, experiment: Experiment, options: Mapping[str, Any]) -> Path:
     """Write a Flower app that builds the federation of an experiment; return its folder."""
-    settings = {"experiment": experiment.model_dump(), "options": options}
+    settings = {"experiment": experiment.model_dump(exclude_unset=True), "options": options}
     package = folder / "lamina_up"
     package.mkdir(parents=True, exist_ok=True)
     template = resources.files("lamina").joinpath("flower", "template", "up")
