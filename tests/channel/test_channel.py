@@ -56,6 +56,15 @@ def test_the_stacked_engine_agrees_with_the_loop(algorithm, codec, feedback):
     assert_same(*runs)
 
 
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_the_captured_engine_agrees_with_the_loop(codec):
+    """On a CPU its steps are not captured, but its rows and their order are those of a GPU."""
+    runs = [simulation("fedlada", e, channel=Channel(codec, feedback=True)) for e in ("loop", "captured")]
+    for run in runs:
+        run.run(2)
+    assert_same(*runs)
+
+
 @pytest.mark.parametrize("changed", [{"private": ["3.*"]}, {"aggregation": "median"}, {"clip": 0.1}], ids=str)
 def test_with_private_parts_and_robust_means(changed):
     runs = [simulation(engine=e, channel=Channel("sign", feedback=True), **changed) for e in ("loop", "stacked")]

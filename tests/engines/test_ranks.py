@@ -17,6 +17,7 @@ import kinds
 import lamina
 from helpers import processes
 from lamina.algorithms.contract import Displacement
+from lamina.channel.privacy import Noise, Privacy
 from lamina.engines.ranks import Ranks
 from lamina.engines.state import RoundSums
 from lamina.training.metrics import DIAGNOSTICS
@@ -50,6 +51,9 @@ CASES = [
     ("fedlamb", "tuple", 0.7),
     ("fedlada", "private", 0.6),
     ("mime", "private", 0.2),
+    ("scaffold", "channel", 0.6),
+    ("fedlada", "channel", 1.0),
+    ("fedlamb", "noise", 0.6),
     ("fedlada", "segmentation", 1.0),
     *((None, kind, 0.7) for kind in kinds.KINDS if kind not in ("dict", "tuple", "segmentation")),
 ]
@@ -66,6 +70,13 @@ def run_case(name, kind, share):
     elif kind == "private":
         settings = {"participation": share, "private": ["0.*", "*.running*"], "local_test": 0.3, "batch_size": None}
         run = simulation("batch_norm", ALGORITHMS[name](), "stacked", **settings)
+    elif kind == "channel":
+        channel = {"codec": [{"name": "topk", "share": 0.3}, "qsgd"], "feedback": True, "down": "bf16"}
+        run = simulation("mlp", ALGORITHMS[name](), "stacked", participation=share, channel=channel)
+    elif kind == "noise":
+        privacy = Privacy(0.1, 1e-3, 1.0, noise=Noise(b"fixed", 0.3))
+        more = {"local_steps": 3, "trust_ratios": False, "privacy": privacy}
+        run = simulation("mlp", ALGORITHMS[name](), "stacked", participation=share, **more)
     elif kind == "augmented":
         run = simulation("mlp", ALGORITHMS[name](), "stacked", participation=share, augmentation=noisy)
     elif kind.startswith("dropout"):
