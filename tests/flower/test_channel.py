@@ -25,8 +25,16 @@ def double():
     return small_model(norm=True).double()
 
 
-@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "fedlamb", "mimelamb", "fedlada"])
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+# `make test` takes every codec and every method once, the long tests take all pairs
+METHODS = ["fedavg", "scaffold", "fedlamb", "mimelamb", "fedlada"]
+PAIRS = [
+    pytest.param(codec, method, id=f"{codec}-{method}", marks=[] if i % len(METHODS) == j else [pytest.mark.long])
+    for i, codec in enumerate(CODECS)
+    for j, method in enumerate(METHODS)
+]
+
+
+@pytest.mark.parametrize(("codec", "algorithm"), PAIRS)
 def test_the_federation_agrees_with_the_simulation(codec, algorithm, tmp_path):
     """Also its bytes, which the ledger knows from the codec, and the federation counts in its messages."""
     channel = {"codec": codec, "feedback": codec != "bf16", "down": "bf16"}
