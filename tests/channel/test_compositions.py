@@ -1,0 +1,84 @@
+"""What goes together, as the table of the page on codecs says: every algorithm with every part of a channel."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lamina
+from lamina.algorithms.rehearsal import sent_vectors
+from lamina.base.errors import BadInput
+from lamina.channel.privacy import Noise, Privacy
+
+X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = torch.arange(60) % 3
+PRIVACY = Privacy(0.5, 1e-3, 1.0, noise=Noise(b"fixed", 0.1))
+FEEDBACK = {"codec": "sign", "feedback": True}
+EVERYTHING = {"channel": FEEDBACK | {"down": "bf16"}, "private": ["2.*"], "clock": "4g"}
+ALGORITHMS = {name: lamina.create(name) for name in sorted(lamina.algorithms.BUILT_IN)}
+ORIGINAL_MIME = lamina.create("mime", preset="mime")
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "send-fewer-bytes.md"
+
+
+def simulation(algorithm, norm=nn.Identity, **more):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 5), norm(5), nn.Linear(5, 3)).double()
+    settings = {"clients": 6, "participation": 0.5, "local_steps": 2, "batch_size": 5, "lr": 0.01}
+    return lamina.Simulation(model, (X, Y), algorithm, **settings | more)
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS.values(), ORIGINAL_MIME], ids=lambda a: f"{a.card.name} {a}"[:40])
+def test_all_algorithms_take_codecs_private_parts_clocks_and_a_narrow_broadcast(algorithm):
+    whole, plain = simulation(algorithm, **EVERYTHING), simulation(algorithm)
+    for run in (whole, plain):
+        run.run(2)
+    assert torch.isfinite(whole.state.server.x).all()
+    assert whole.history[-1]["bytes_up"] < plain.history[-1]["bytes_up"] / 5
+    assert whole.history[-1]["clock_seconds"] > 0
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_all_but_the_original_mime_take_privacy_with_codecs_and_private_parts(algorithm):
+    run = simulation(algorithm, privacy=PRIVACY, **EVERYTHING)
+    assert run.run(2)[-1]["epsilon"] > 0
+    for name in algorithm.non_negative:
+        assert (getattr(run.state.server, algorithm.references[name]) >= 0).all()
+
+
+def test_the_original_mime_is_refused():
+    with pytest.raises(BadInput, match="publishes the mean gradient"):
+        simulation(ORIGINAL_MIME, privacy=PRIVACY)
+
+
+def test_the_table_lists_every_algorithm_with_its_vectors():
+    rows = re.findall(r"^\| ([^|]+) \| ((?:`\w+`,? ?)+)\| yes[^|]*\| ([^|]*)\|", PAGE.read_text(), re.MULTILINE)
+    listed = {}
+    for titles, vectors, differences in rows:
+        for title in titles.replace("\\", "").split(", "):
+            listed[title] = re.findall(r"`(\w+)`", vectors), re.findall(r"`(\w+)`", differences)
+    layers = lamina.Layers({"a": (3, 2), "b": (2,)})
+    for algorithm in ALGORITHMS.values():
+        names = sent_vectors(algorithm, layers), list(algorithm.references)
+        assert listed[algorithm.card.title.split(" (")[0]] == (list(names[0]), names[1])
+
+
+@pytest.mark.parametrize(
+    "more", [{"weighting": "examples"}, {"aggregation": "median"}, {"norm": nn.BatchNorm1d}], ids=str
+)
+def test_what_codecs_take_and_privacy_refuses(more):
+    simulation("fedlamb", channel=FEEDBACK, **more).run(1)
+    with pytest.raises(BadInput, match=r"^privacy: "):
+        simulation("fedlamb", privacy=PRIVACY, **more)
+
+
+def test_batchnorm_that_stays_with_the_clients_goes_with_privacy():
+    simulation("fedlamb", norm=nn.BatchNorm1d, private=["1.*"], privacy=PRIVACY).run(1)
+
+
+@pytest.mark.parametrize("clock", [{"deadline": 1000.0}, {"over_select": 1.5}], ids=str)
+def test_privacy_refuses_clocks_that_leave_clients_out(clock):
+    with pytest.raises(BadInput, match="leave deadline and over_select out"):
+        simulation("fedavg", clock={"name": "4g", **clock}, privacy=PRIVACY)
