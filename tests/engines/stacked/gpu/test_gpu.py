@@ -12,6 +12,7 @@ import lamina
 from kinds import KINDS, PARTS, model
 from lamina import models
 from lamina.algorithms.contract import LocalModel
+from lamina.channel.privacy import Noise, Privacy
 from lamina.engines.stacked.memory import free_bytes
 from lamina.engines.stacked.steps import StackedObjective
 from second_gradients import FedSam, VarianceReduced
@@ -113,6 +114,32 @@ def test_private_parts_are_those_of_the_loop(algorithm, model):
     for client in range(7):
         (x, _), (expected, _) = (run.client_parameters(client) for run in runs)
         assert float((x - expected).norm() / expected.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("engine", ["stacked", "captured"])
+@pytest.mark.parametrize(
+    "codec",
+    ["bf16", "fp16", "qsgd", "sign", "topk", "randk", "sketch", [{"name": "topk", "share": 0.3}, "qsgd"]],
+    ids=str,
+)
+def test_codecs_are_those_of_the_loop(codec, engine):
+    """After float32's rounding, a number may take the next code or place; with other random numbers, most would."""
+    channel = {"codec": codec, "feedback": True, "down": "bf16"}
+    runs = [simulation("fedlada", e, participation=0.6, channel=channel) for e in (engine, "loop")]
+    for run in runs:
+        run.run(2)
+    assert_same(*runs, 0.1)
+    assert [row["bytes_up"] for row in runs[0].history] == [row["bytes_up"] for row in runs[1].history]
+
+
+@pytest.mark.parametrize("engine", ["stacked", "captured"])
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "fedlamb"])
+def test_differential_privacy_is_that_of_the_loop(algorithm, engine):
+    privacy = Privacy(0.05, 1e-3, 1.0, noise=Noise(b"fixed", 0.1))
+    runs = [simulation(algorithm, e, privacy=privacy, local_steps=3, channel="bf16") for e in (engine, "loop")]
+    for run in runs:
+        run.run(2)
+    assert_same(*runs, 1e-2)
 
 
 @pytest.mark.parametrize("algorithm", ["fedlamb", "mime"])
