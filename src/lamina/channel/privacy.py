@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +26,21 @@ from lamina.objective.layers import Layers
 EXAMPLE = "{'bound': 1.0, 'epsilon': 8, 'rounds': 100, 'delta': 1e-5}"
 
 
+class Register(Protocol):
+    """Keeps which means were released with a run's noise: `lamina.storage.releases.Releases`."""
+
+    can_repeat: bool
+
+    def enter(self, number: int, tag: str) -> tuple[int, str]:
+        """Return how often a round was released before with other means, and the salt of this release's noise."""
+
+    def first_salt(self, number: int) -> str:
+        """Return the salt of a round's first release."""
+
+    def counts(self) -> dict[int, int]:
+        """Return how often each round was released."""
+
+
 @dataclass(frozen=True)
 class Noise:
     """The noise of one run on the means of its rounds. Whoever knows the key can take the noise away."""
@@ -32,11 +48,47 @@ class Noise:
     key: bytes
     deviation: float  # on the mean, for a bound of 1
     coefficients: tuple[float, ...] = (1.0,)  # of correlated noise; see lamina.privacy.correlated
+    releases: Register | None = field(default=None, compare=False, repr=False)
+    _repeats: dict[int, str] = field(default_factory=dict, compare=False, repr=False)  # the salt of a repeated round
     _earlier: dict[tuple[str, int], Tensor] = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def id(self) -> str:
+        """A name of the noise, which does not tell the key."""
+        return hashlib.sha256(b"id" + self.key).hexdigest()[:16]
+
+    def enter(self, number: int, parts: Mapping[str, Any]) -> None:
+        """Enter what a round will release in the ledger, if there is one, before any of it leaves the process.
+
+        Args:
+            number: of the round.
+            parts: what the noise is added to, tensors or numbers by name.
+        """
+        if self.releases is None:
+            return
+        total = hmac.new(b"mean" + self.key, digestmod=hashlib.sha256)
+        for name, value in parts.items():
+            tensor = torch.as_tensor(value).detach().cpu().contiguous()
+            total.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+            total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        before, salt = self.releases.enter(number, total.hexdigest())
+        self._repeats.pop(number, None)
+        if before:
+            self._repeats[number] = salt
+
     def of_round(self, name: str, number: int, like: Tensor) -> Tensor:
-        """Return noise of the deviation 1 for a field: a pure function of the key, the field and the round."""
-        total, bands = self._white(name, number, like), len(self.coefficients)
+        """Return noise of the deviation 1 for a field: a pure function of the key, the field and the release.
+
+        A repeated release has independent noise, and leaves the sequence of correlated noise as it is.
+        """
+        if number in self._repeats:
+            return self._white(name, number, like, self._repeats[number])
+        return self._first(name, number, like)
+
+    def _first(self, name: str, number: int, like: Tensor) -> Tensor:
+        """Return the noise of the first release of a round."""
+        salt = "" if self.releases is None else self.releases.first_salt(number)
+        total, bands = self._white(name, number, like, salt), len(self.coefficients)
         for back in range(1, min(bands, number)):  # the recurrence of `lamina.privacy.correlated.next_noise`
             total = total - self.coefficients[back] * self._correlated(name, number - back, like)
         if bands > 1:
@@ -47,11 +99,11 @@ class Noise:
     def _correlated(self, name: str, number: int, like: Tensor) -> Tensor:
         if (name, number) not in self._earlier:  # after a restart: from the first round on
             for earlier in range(1, number + 1):
-                self.of_round(name, earlier, like)
+                self._first(name, earlier, like)
         return self._earlier[name, number]
 
-    def _white(self, name: str, number: int, like: Tensor) -> Tensor:
-        digest = hashlib.sha256(self.key + f"{name}/{number}".encode()).digest()
+    def _white(self, name: str, number: int, like: Tensor, salt: str) -> Tensor:
+        digest = hashlib.sha256(self.key + f"{name}/{number}{salt and '/'}{salt}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         return torch.randn(like.shape, generator=generator, dtype=torch.float64)
 
@@ -131,16 +183,29 @@ class Privacy:
             share: the size of the cohort ÷ the constant that the sum is divided by.
         """
         assert self.noise is not None
-        fields = {name: value for name, value in up._asdict().items() if value is not None}
         noised = {}
-        for name, value in fields.items():
-            # several bounds are as one, if each has so much more noise
-            bound = self.bound[name] * len(fields) ** 0.5 if isinstance(self.bound, Mapping) else self.bound
-            noise = self.noise.of_round(name, number, value) * (self.noise.deviation * bound)
-            noised[name] = value * share + noise.to(value)
+        for name, (total, deviation) in self._unnoised(up, share).items():
+            noised[name] = total + (self.noise.of_round(name, number, total) * deviation).to(total)
             if name in algorithm.non_negative:
                 noised[name] = noised[name].clamp(min=0)  # costs no privacy
         return up._replace(**noised)
+
+    def enter(self, up: Any, number: int, share: float) -> None:
+        """Enter what `private_mean` will return in the ledger; refuse what would use the same noise twice."""
+        assert self.noise is not None
+        parts: dict[str, Any] = {}
+        for name, (total, deviation) in self._unnoised(up, share).items():
+            parts |= {name: total + 0.0, f"{name}'s deviation": deviation}  # -0.0 and 0.0 are one mean
+        self.noise.enter(number, parts)
+
+    def _unnoised(self, up: Any, share: float) -> dict[str, tuple[Tensor, float]]:
+        """Return by field what the noise is added to, and the deviation of the noise."""
+        assert self.noise is not None
+        fields = {name: value for name, value in up._asdict().items() if value is not None}
+        # several bounds are as one, if each has so much more noise
+        per_field = len(fields) ** 0.5
+        bounds = {n: self.bound[n] * per_field if isinstance(self.bound, Mapping) else self.bound for n in fields}
+        return {name: (value * share, self.noise.deviation * bounds[name]) for name, value in fields.items()}
 
     def with_noise(self, multiplier: float, noise: Noise) -> Privacy:
         """Return the same settings with the noise of a run."""
@@ -150,8 +215,8 @@ class Privacy:
         """Return the settings as an experiment file writes them; without the secret and where it lies."""
         names = ("delta", "noise_multiplier", "epsilon", "rounds", "secret_cohorts", "bands")
         bound = dict(self.bound) if isinstance(self.bound, Mapping) else self.bound
-        key = None if self.noise is None else hashlib.sha256(b"id" + self.noise.key).hexdigest()[:16]
-        return {"bound": bound, **{name: getattr(self, name) for name in names}, "noise_id": key}
+        noise_id = None if self.noise is None else self.noise.id
+        return {"bound": bound, **{name: getattr(self, name) for name in names}, "noise_id": noise_id}
 
 
 def as_privacy(given: Any) -> Privacy | None:

@@ -171,6 +171,8 @@ def close_round(
     clients: dict[int, Any],
 ) -> tuple[State, RoundReport]:
     """Return the state after the server's step and the round's report. All engines end a round here."""
+    if sums.privacy is not None:  # before the mean with noise is seen by anybody
+        sums.privacy.enter(sums.up, plan.number, plan.share)
     step = step_server(algorithm, objective, state, plan, sums) if sums.server_step is None else sums.server_step
     update_norm, gap, finite = step.measured.tolist()
     if not finite:

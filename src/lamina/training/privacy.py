@@ -13,7 +13,9 @@ from typing import Any
 from lamina.algorithms.contract import Algorithm
 from lamina.base.atomic import write_file
 from lamina.base.errors import BadInput
+from lamina.base.text import plural
 from lamina.channel.privacy import Noise, Privacy
+from lamina.engines.ranks import Ranks
 from lamina.objective.objective import Objective
 from lamina.privacy.accounting import Accountant, noise_for
 from lamina.privacy.correlated import square_root
@@ -22,16 +24,19 @@ from lamina.rounds.plan import Plan
 from lamina.rounds.settings import TrainSettings
 from lamina.storage.files import state_folder, writing_to
 from lamina.storage.identity import Identity, json_digest
+from lamina.storage.releases import Releases
 
 SECRET_BYTES = 32
 OF_CLIENTS = ("train_loss", "consistency", "steps")  # columns that are computed from what clients send, without noise
 
 
-def with_noise(protocol: TrainSettings, clients: int, identity: Identity) -> TrainSettings:
+def with_noise(protocol: TrainSettings, clients: int, identity: Identity, *, can_repeat: bool = False) -> TrainSettings:
     """Return the settings with the noise of this run; unchanged without differential privacy.
 
     The noise is a function of the secret and of the run's identity: a run that is resumed or repeated draws the same
-    noise, so that it tells nothing new, and no two different runs share noise that their difference would cancel.
+    noise, so that it tells nothing new, and no two different runs share noise that their difference would cancel. A
+    ledger beside the secret has what was released. `can_repeat`: a round may be released with another mean, which
+    counts in ε; only a federation cannot compute the same mean again.
     """
     privacy = protocol.privacy
     if privacy is None or privacy.noise is not None:
@@ -47,8 +52,12 @@ def with_noise(protocol: TrainSettings, clients: int, identity: Identity) -> Tra
         multiplier = noise_for(privacy.epsilon, privacy.delta, privacy.rounds, clients, **how)
     accountant = Accountant(multiplier, privacy.delta, clients, **how)
     facts = {name: value for name, value in identity.items() if name != "code"}
-    key = _secret(privacy) + json_digest([facts, multiplier]).encode()
+    path = _secret_path(privacy)
+    key = _secret(path) + json_digest([facts, multiplier]).encode()
     noise = Noise(key, accountant.deviation(1.0), square_root(privacy.bands))
+    if Ranks.current().rank == 0:  # all ranks compute the same means
+        ledger = path.with_name(f"{path.name}.releases") / f"{noise.id}.jsonl"
+        noise = replace(noise, releases=Releases(ledger, can_repeat=can_repeat))
     return replace(protocol, privacy=privacy.with_noise(multiplier, noise))
 
 
@@ -109,14 +118,40 @@ def published(row: Mapping[str, Any], plan: Plan, accountant: Accountant) -> dic
         for name in ("bytes_down", "bytes_up", "paper_bytes", "clients"):
             if name in public:
                 public[name] = round(public[name] * expected / row["clients"])
-    return public | {"epsilon": accountant.epsilon(int(row["round"]))}
+    privacy = plan.protocol.privacy
+    assert privacy is not None
+    return public | {"epsilon": _spent(accountant, privacy, int(row["round"]), is_released=True)}
 
 
 def spends_too_much(accountant: Accountant | None, privacy: Privacy | None, round: int) -> bool:
     """Return whether a round would exceed the budget of a run, if it has one."""
     if accountant is None or privacy is None or privacy.epsilon is None:
         return False
-    return accountant.epsilon(round) > privacy.epsilon
+    return _spent(accountant, privacy, round, is_released=False) > privacy.epsilon
+
+
+def refuse_spent(privacy: Privacy | None) -> None:
+    """Refuse a federation that starts again in a new folder without a budget for its first round."""
+    releases = None if privacy is None or privacy.noise is None else privacy.noise.releases
+    if releases is not None and (count := sum(releases.counts().values())):
+        raise BadInput(
+            f"privacy: the budget is spent: this federation has released {plural(count, 'round')} into another folder; "
+            "resume that one, or choose another train.seed, for a new run with a budget of its own"
+        )
+
+
+def _spent(accountant: Accountant, privacy: Privacy, round: int, *, is_released: bool) -> float:
+    """Return ε after a round; in a federation, of all releases with this noise, also into other folders.
+
+    `is_released`: the ledger has the round's last release; otherwise there will be one more.
+    """
+    releases = None if privacy.noise is None else privacy.noise.releases
+    if releases is None or not releases.can_repeat:
+        return accountant.epsilon(round)
+    counts = releases.counts()
+    if not is_released:
+        counts[round] = counts.get(round, 0) + 1
+    return accountant.epsilon(len(counts), [count - 1 for count in counts.values() if count > 1])
 
 
 def _participation(protocol: TrainSettings, privacy: Privacy) -> dict[str, Any]:
@@ -130,9 +165,12 @@ def _participation(protocol: TrainSettings, privacy: Privacy) -> dict[str, Any]:
     }
 
 
-def _secret(privacy: Privacy) -> bytes:
+def _secret_path(privacy: Privacy) -> Path:
+    return Path(privacy.secret).expanduser() if privacy.secret else state_folder() / "privacy.key"
+
+
+def _secret(path: Path) -> bytes:
     """Return the secret of the noise; make it if there is none."""
-    path = Path(privacy.secret).expanduser() if privacy.secret else state_folder() / "privacy.key"
     if not path.exists():
         with writing_to(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
