@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import hmac
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -16,13 +17,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm
+from lamina.algorithms.contract import Algorithm, Number
 from lamina.algorithms.rehearsal import sent_fields
 from lamina.base.errors import BadInput, short_repr
 from lamina.base.limits import check_count, check_number
 from lamina.base.registry import refuse_unknown_options
 from lamina.objective.layers import Layers
 
+COUNT = "#within"  # the name of the noise on the number of uploads within the bound; no field has it
 EXAMPLE = "{'bound': 1.0, 'epsilon': 8, 'rounds': 100, 'delta': 1e-5}"
 
 
@@ -48,6 +50,7 @@ class Noise:
     key: bytes
     deviation: float  # on the mean, for a bound of 1
     coefficients: tuple[float, ...] = (1.0,)  # of correlated noise; see lamina.privacy.correlated
+    count_deviation: float = 0.0  # on the part of the cohort within an adaptive bound
     releases: Register | None = field(default=None, compare=False, repr=False)
     _repeats: dict[int, str] = field(default_factory=dict, compare=False, repr=False)  # the salt of a repeated round
     _earlier: dict[tuple[str, int], Tensor] = field(default_factory=dict, compare=False, repr=False)
@@ -114,6 +117,11 @@ class Privacy:
 
     Args:
         bound: the largest norm of an upload, all fields together; or a table with one bound for each field.
+        quantile: of the uploads' norms, which the bound follows; None: the bound stays as it is. After every round it
+            is multiplied by exp(-bound_rate (b - quantile)), where b is the part of the cohort that was within it.
+        bound_rate: how fast it follows.
+        count_noise: the standard deviation of the noise on the number of uploads within the bound; by default a 20th of
+            the expected cohort, or the noise multiplier if that is larger.
         delta: the δ of the guarantee, well below 1 / clients.
         noise_multiplier: the standard deviation of the noise on the sum of the uploads ÷ the bound; unless given, the
             least with which `rounds` rounds stay within `epsilon`.
@@ -134,6 +142,9 @@ class Privacy:
     secret_cohorts: bool = True
     bands: int = 1
     secret: str | None = None
+    quantile: float | None = None
+    bound_rate: float = 0.2
+    count_noise: float | None = None
     noise: Noise | None = field(default=None, repr=False, compare=False)  # set when the run starts
 
     def __post_init__(self) -> None:
@@ -149,6 +160,13 @@ class Privacy:
         if not isinstance(self.secret_cohorts, bool):
             raise BadInput(f"privacy: secret_cohorts = {short_repr(self.secret_cohorts)} is neither true nor false")
         check_count("privacy: bands", self.bands)
+        if self.quantile is not None:
+            check_number("privacy: quantile", self.quantile, above=0, below=1)
+            if isinstance(self.bound, Mapping):
+                raise BadInput("privacy: a quantile adapts one bound for the whole upload: give bound as one number")
+        check_number("privacy: bound_rate", self.bound_rate, above=0)
+        if self.count_noise is not None:
+            check_number("privacy: count_noise", self.count_noise, above=0)
 
     def check(self, algorithm: Algorithm, layers: Layers) -> None:
         """Refuse bounds that are not one for each field of the algorithm's upload."""
@@ -162,16 +180,44 @@ class Privacy:
                 f"privacy: the bound of the field '{missing[0]}' is missing: give one for each, or one number"
             )
 
-    def clip(self, up: Any) -> Any:
-        """Return uploads [..., p] within the bounds."""
-        fields = {name: value for name, value in up._asdict().items() if value is not None}
-        norms = {n: torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=torch.float64) for n, v in fields.items()}
+    def at(self, bound: float | None) -> Privacy:
+        """Return the settings with an adapted bound; None: as they are."""
+        return self if bound is None else replace(self, bound=bound)
+
+    def clip(self, up: Any, bound: Number | None = None) -> Any:
+        """Return uploads [..., p] within the bounds, or within a bound for each row [rows, 1]."""
+        norms = _norms(up)
         if isinstance(self.bound, Mapping):
             factors = {name: _factor(norm, self.bound[name]) for name, norm in norms.items()}
         else:
-            joint = functools.reduce(torch.hypot, norms.values())
-            factors = dict.fromkeys(norms, _factor(joint, self.bound))
+            factors = dict.fromkeys(norms, _factor(_joint(norms), self.bound if bound is None else bound))
+        fields = {name: getattr(up, name) for name in norms}
         return up._replace(**{name: value * factors[name].to(value.dtype) for name, value in fields.items()})
+
+    def within(self, up: Any, bound: Number) -> Tensor:
+        """Return 1 for uploads [..., p] within a bound, or one for each row [rows, 1], and 0 for others [...]."""
+        return (_joint(_norms(up)) <= bound).squeeze(-1).double()
+
+    @property
+    def adaptive_bound(self) -> float | None:
+        """The bound, if it follows a quantile."""
+        return None if self.quantile is None or isinstance(self.bound, Mapping) else self.bound
+
+    def next_bound(self, number: int, within: float, share: float) -> float | None:
+        """Return the bound after a round; None if it stays as it is.
+
+        Args:
+            number: of the round.
+            within: the part of the cohort within the bound.
+            share: as for `private_mean`.
+        """
+        bound = self.adaptive_bound
+        if bound is None or self.quantile is None:
+            return None
+        assert self.noise is not None
+        noise = self.noise.of_round(COUNT, number, torch.zeros(1)) * self.noise.count_deviation
+        noised = 0.5 + _centred(within, share) + float(noise)
+        return bound * math.exp(-self.bound_rate * (noised - self.quantile))
 
     def private_mean(self, algorithm: Algorithm, up: Any, number: int, share: float) -> Any:
         """Return the mean of clipped uploads as it may be published.
@@ -190,12 +236,14 @@ class Privacy:
                 noised[name] = noised[name].clamp(min=0)  # costs no privacy
         return up._replace(**noised)
 
-    def enter(self, up: Any, number: int, share: float) -> None:
-        """Enter what `private_mean` will return in the ledger; refuse what would use the same noise twice."""
+    def enter(self, up: Any, number: int, share: float, within: float = 0.0) -> None:
+        """Enter what a round will release in the ledger; refuse what would use the same noise twice."""
         assert self.noise is not None
         parts: dict[str, Any] = {}
         for name, (total, deviation) in self._unnoised(up, share).items():
             parts |= {name: total + 0.0, f"{name}'s deviation": deviation}  # -0.0 and 0.0 are one mean
+        if self.quantile is not None:
+            parts[COUNT] = [_centred(within, share), self.noise.count_deviation]
         self.noise.enter(number, parts)
 
     def _unnoised(self, up: Any, share: float) -> dict[str, tuple[Tensor, float]]:
@@ -216,7 +264,10 @@ class Privacy:
         names = ("delta", "noise_multiplier", "epsilon", "rounds", "secret_cohorts", "bands")
         bound = dict(self.bound) if isinstance(self.bound, Mapping) else self.bound
         noise_id = None if self.noise is None else self.noise.id
-        return {"bound": bound, **{name: getattr(self, name) for name in names}, "noise_id": noise_id}
+        options = {name: getattr(self, name) for name in names}
+        if self.quantile is not None:
+            options |= {name: getattr(self, name) for name in ("quantile", "bound_rate", "count_noise")}
+        return {"bound": bound, **options, "noise_id": noise_id}
 
 
 def as_privacy(given: Any) -> Privacy | None:
@@ -234,6 +285,21 @@ def as_privacy(given: Any) -> Privacy | None:
     return Privacy(**options)
 
 
-def _factor(norm: Tensor, bound: float) -> Tensor:
+def _norms(up: Any) -> dict[str, Tensor]:
+    """Return the norm of every field of uploads [..., 1]."""
+    fields = {name: value for name, value in up._asdict().items() if value is not None}
+    return {n: torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=torch.float64) for n, v in fields.items()}
+
+
+def _joint(norms: Mapping[str, Tensor]) -> Tensor:
+    return functools.reduce(torch.hypot, norms.values())
+
+
+def _centred(within: float, share: float) -> float:
+    """Return the mean of what clients send for the count: 1/2 if they are within the bound, else -1/2."""
+    return share * (within - 0.5)
+
+
+def _factor(norm: Tensor, bound: Number) -> Tensor:
     """Return what a vector is multiplied by; slightly less than it must be, for rounding must not exceed the bound."""
     return (bound * (1 - 1e-6) / norm.clamp(min=1e-300)).clamp(max=1.0)

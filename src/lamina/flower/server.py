@@ -281,10 +281,10 @@ class Server:
         weights = client_weights(facts, self.protocol.by_examples)
         sums = RoundSums(weights=weights, aggregation=self.protocol.aggregation, channel=self.protocol.channel)
         by_examples = self.protocol.by_examples
-        sums.privacy = self.protocol.privacy
+        sums.privacy = self.protocol.privacy and self.protocol.privacy.at(self.state.clip_bound)
         for c, one in enumerate(updates.values()):
             loss, steps = one.loss, one.steps
-            up = one.up if sums.privacy is None else sums.privacy.clip(one.up)
+            up = sums.clipped(c, one.up)
             sums.add_client(c, self.algorithm, up, one.buffers, loss=loss, steps=steps, by_examples=by_examples)
         state = self.state
         self.state, report = close_round(self.algorithm, self.objective, state, facts, down, sums, state.clients)

@@ -215,6 +215,15 @@ def joint_multiplier(multipliers: Iterable[float]) -> float:
     return 1 / math.sqrt(sum(each**-2 for each in multipliers))
 
 
+def remaining_multiplier(noise_multiplier: float, other: float) -> float:
+    """Return the multiplier that is equivalent to `noise_multiplier` together with another one, which is larger.
+
+    >>> round(joint_multiplier([remaining_multiplier(3.0, 10.0), 10.0]), 9)
+    3.0
+    """
+    return 1 / math.sqrt(noise_multiplier**-2 - other**-2)
+
+
 @functools.cache
 def _epsilon(accountant: Accountant, rounds: int, repeats: tuple[int, ...] = ()) -> float:
     a, more = accountant, sum(repeats)

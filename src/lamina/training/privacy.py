@@ -17,7 +17,7 @@ from lamina.base.text import plural
 from lamina.channel.privacy import Noise, Privacy
 from lamina.engines.ranks import Ranks
 from lamina.objective.objective import Objective
-from lamina.privacy.accounting import Accountant, noise_for
+from lamina.privacy.accounting import Accountant, noise_for, remaining_multiplier
 from lamina.privacy.correlated import square_root
 from lamina.rounds.aggregation import Mean
 from lamina.rounds.plan import Plan
@@ -27,6 +27,7 @@ from lamina.storage.identity import Identity, json_digest
 from lamina.storage.releases import Releases
 
 SECRET_BYTES = 32
+COHORT_PER_COUNT_NOISE = 20  # clients, by default (Andrew et al. 2021)
 OF_CLIENTS = ("train_loss", "consistency", "steps")  # columns that are computed from what clients send, without noise
 
 
@@ -54,11 +55,31 @@ def with_noise(protocol: TrainSettings, clients: int, identity: Identity, *, can
     facts = {name: value for name, value in identity.items() if name != "code"}
     path = _secret_path(privacy)
     key = _secret(path) + json_digest([facts, multiplier]).encode()
-    noise = Noise(key, accountant.deviation(1.0), square_root(privacy.bands))
+    on_mean, on_count = _deviations(privacy, multiplier, accountant.deviation(1.0))
+    noise = Noise(key, on_mean, square_root(privacy.bands), on_count)
     if Ranks.current().rank == 0:  # all ranks compute the same means
         ledger = path.with_name(f"{path.name}.releases") / f"{noise.id}.jsonl"
         noise = replace(noise, releases=Releases(ledger, can_repeat=can_repeat))
     return replace(protocol, privacy=privacy.with_noise(multiplier, noise))
+
+
+def _deviations(privacy: Privacy, multiplier: float, deviation: float) -> tuple[float, float]:
+    """Return the deviations of the noise on the mean, for a bound of 1, and on the part within an adaptive bound.
+
+    Both together are equivalent to the noise multiplier (Andrew et al. 2021, theorem 1).
+    """
+    if privacy.quantile is None:
+        return deviation, 0.0
+    expected = multiplier / deviation  # clients in a round
+    count_noise = max(expected / COHORT_PER_COUNT_NOISE, multiplier)
+    if privacy.count_noise is not None:
+        count_noise = privacy.count_noise
+    if 2 * count_noise <= multiplier:
+        raise BadInput(
+            f"privacy: count_noise = {count_noise:g} leaves no noise multiplier of {multiplier:.4g} for the uploads: "
+            f"choose more than half of it, {multiplier:.4g} or more, say"
+        )
+    return deviation * remaining_multiplier(multiplier, 2 * count_noise) / multiplier, count_noise / expected
 
 
 def accountant_of(protocol: TrainSettings, clients: int) -> Accountant | None:
