@@ -54,6 +54,7 @@ class Noise:
     releases: Register | None = field(default=None, compare=False, repr=False)
     _repeats: dict[int, str] = field(default_factory=dict, compare=False, repr=False)  # the salt of a repeated round
     _earlier: dict[tuple[str, int], Tensor] = field(default_factory=dict, compare=False, repr=False)
+    _inverse: list[float] = field(default_factory=lambda: [1.0], compare=False, repr=False)  # of z_t, z_{t-1}, … in y_t
 
     @property
     def id(self) -> str:
@@ -99,6 +100,15 @@ class Noise:
             self._earlier.pop((name, number - bands), None)
         return total
 
+    def variance(self, number: int) -> float:
+        """Return the variance of the noise of a round, for a deviation of 1."""
+        if number in self._repeats:
+            return 1.0
+        while len(self._inverse) < number:  # as `lamina.privacy.correlated.inverse`
+            pairs = zip(self.coefficients[1:], reversed(self._inverse), strict=False)
+            self._inverse.append(-sum(coefficient * weight for coefficient, weight in pairs))
+        return sum(weight**2 for weight in self._inverse[:number])
+
     def _correlated(self, name: str, number: int, like: Tensor) -> Tensor:
         if (name, number) not in self._earlier:  # after a restart: from the first round on
             for earlier in range(1, number + 1):
@@ -117,6 +127,7 @@ class Privacy:
 
     Args:
         bound: the largest norm of an upload, all fields together; or a table with one bound for each field.
+        debias: whether a server that squares the noised mean (FedAdam, Mime) subtracts the variance of the noise.
         quantile: of the uploads' norms, which the bound follows; None: the bound stays as it is. After every round it
             is multiplied by exp(-bound_rate (b - quantile)), where b is the part of the cohort that was within it.
         bound_rate: how fast it follows.
@@ -142,6 +153,7 @@ class Privacy:
     secret_cohorts: bool = True
     bands: int = 1
     secret: str | None = None
+    debias: bool = False
     quantile: float | None = None
     bound_rate: float = 0.2
     count_noise: float | None = None
@@ -160,6 +172,8 @@ class Privacy:
         if not isinstance(self.secret_cohorts, bool):
             raise BadInput(f"privacy: secret_cohorts = {short_repr(self.secret_cohorts)} is neither true nor false")
         check_count("privacy: bands", self.bands)
+        if not isinstance(self.debias, bool):
+            raise BadInput(f"privacy: debias = {short_repr(self.debias)} is neither true nor false")
         if self.quantile is not None:
             check_number("privacy: quantile", self.quantile, above=0, below=1)
             if isinstance(self.bound, Mapping):
@@ -246,6 +260,15 @@ class Privacy:
             parts[COUNT] = [_centred(within, share), self.noise.count_deviation]
         self.noise.enter(number, parts)
 
+    def noise_variance(self, algorithm: Algorithm, up: Any, number: int) -> float:
+        """Return the variance of the noise on the mean that the server squares, if it is to be subtracted; else 0."""
+        mean = getattr(up, algorithm.squares or "", None)
+        if not self.debias or mean is None:
+            return 0.0
+        assert self.noise is not None
+        _, deviation = self._unnoised(up, 1.0)[algorithm.squares or ""]
+        return deviation**2 * self.noise.variance(number)
+
     def _unnoised(self, up: Any, share: float) -> dict[str, tuple[Tensor, float]]:
         """Return by field what the noise is added to, and the deviation of the noise."""
         assert self.noise is not None
@@ -265,6 +288,8 @@ class Privacy:
         bound = dict(self.bound) if isinstance(self.bound, Mapping) else self.bound
         noise_id = None if self.noise is None else self.noise.id
         options = {name: getattr(self, name) for name in names}
+        if self.debias:
+            options["debias"] = True
         if self.quantile is not None:
             options |= {name: getattr(self, name) for name in ("quantile", "bound_rate", "count_noise")}
         return {"bound": bound, **options, "noise_id": noise_id}

@@ -165,6 +165,7 @@ def step_server(
     up, buffers = sums.combined(algorithm)
     if sums.privacy is not None:
         up = sums.privacy.private_mean(algorithm, up, plan.number, plan.share)
+        info = info._replace(noise_variance=sums.privacy.noise_variance(algorithm, up, plan.number))
     server = algorithm.update(state.server, up, info)
     moved = (server.x - state.server.x).double()
     gap = sums.up.delta.double() - moved

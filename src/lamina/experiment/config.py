@@ -139,6 +139,7 @@ class PrivacySection(_Section):
     secret_cohorts: bool = True
     bands: int = 1
     secret: str | None = None
+    debias: bool = False
     quantile: float | None = None
     bound_rate: float = 0.2
     count_noise: float | None = None

@@ -97,6 +97,11 @@ def check_privacy(algorithm: Algorithm, objective: Objective, plan: Plan, record
     if privacy is None:
         return
     privacy.check(algorithm, objective.shared_layers)
+    if privacy.debias and algorithm.squares is None:
+        raise BadInput(
+            f"privacy: debias is for servers that square the mean (FedAdam, Mime), which {algorithm.card.title} does "
+            "not: leave it out"
+        )
     if protocol.by_examples:
         raise BadInput('privacy: weighting = "examples" lets a large client move the mean by more: weight by "clients"')
     if not isinstance(protocol.aggregation, Mean):
