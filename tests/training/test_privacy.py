@@ -17,7 +17,7 @@ from lamina.rounds.settings import TrainSettings
 from lamina.storage.checkpoint import Checkpoints
 from lamina.storage.identity import of_run
 from lamina.storage.releases import Releases
-from lamina.training.privacy import with_noise
+from lamina.training.privacy import warn_of_inexact_replays, with_noise
 
 X = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
 Y = (X.sum(1) > 0).long()
@@ -96,6 +96,14 @@ def test_the_same_noise_on_another_mean_is_refused(run_of, ledgers):
     assert len(ledgers()) == 2
 
 
+def test_a_link_to_the_secret_has_its_ledger(run_of, ledgers, tmp_path):
+    run_of().run(1)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "link").symlink_to(tmp_path / "secret")
+    run_of(privacy={"secret": str(tmp_path / "elsewhere" / "link")}).run(2)
+    assert [len(each) for each in ledgers()] == [2]
+
+
 def test_nothing_is_released_that_is_not_in_the_ledger(run_of, monkeypatch):
     run = run_of()
 
@@ -150,6 +158,13 @@ def test_members_of_a_population_have_ledgers_of_their_own(run_of, ledgers):
     again = [run_of("stacked", seed=seed) for seed in range(3)]
     lamina.Population(again).run(2)
     assert [len(each) for each in ledgers()] == [2, 2, 2]
+
+
+def test_a_gpu_that_computes_other_last_bits_is_warned_of(caplog):
+    for device, deterministic in [("cpu", False), ("cuda", True), ("cuda", False)]:
+        assert not caplog.records
+        warn_of_inexact_replays(torch.device(device), deterministic=deterministic)
+    assert "deterministic=True" in caplog.text
 
 
 def test_of_several_ranks_only_the_first_writes(run_of, monkeypatch):

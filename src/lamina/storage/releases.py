@@ -72,9 +72,10 @@ class Releases:
             )
         if releases and not self.can_repeat:
             raise BadInput(
-                f"privacy: round {number} was released before with the same noise on another mean (other code, "
-                "precision, engine, device or number of threads), and the difference would reveal uploads: compute as "
-                "before, or choose another train.seed or privacy.secret, for a new run with a budget of its own"
+                f"privacy: round {number} was released before with the same noise on another mean (other initial "
+                "weights, code, precision, engine, device, number of threads or runs beside it), and the difference "
+                "would reveal uploads: compute as before, or choose another train.seed or privacy.secret, for a new "
+                "run with a budget of its own"
             )
 
     def _append(self, number: int, tag: str, salt: str) -> None:

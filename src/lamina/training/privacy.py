@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lamina.algorithms.contract import Algorithm
 from lamina.base.atomic import write_file
@@ -26,6 +29,7 @@ from lamina.storage.files import state_folder, writing_to
 from lamina.storage.identity import Identity, json_digest
 from lamina.storage.releases import Releases
 
+log = logging.getLogger(__name__)
 SECRET_BYTES = 32
 COHORT_PER_COUNT_NOISE = 20  # clients, by default (Andrew et al. 2021)
 OF_CLIENTS = ("train_loss", "consistency", "steps")  # columns that are computed from what clients send, without noise
@@ -133,6 +137,15 @@ def check_privacy(algorithm: Algorithm, objective: Objective, plan: Plan, record
         raise BadInput(f"privacy: {told[0]} publishes figures of single clients without noise: leave it out")
 
 
+def warn_of_inexact_replays(device: torch.device, *, deterministic: bool) -> None:
+    """Warn that a killed run on a GPU may not be resumed, because its means differ in the last bits."""
+    if device.type == "cuda" and not deterministic:
+        log.warning(
+            "privacy: on a GPU a killed run may compute other last bits and is refused then: give deterministic=True "
+            "(run.deterministic), so that it can be resumed"
+        )
+
+
 def published(row: Mapping[str, Any], plan: Plan, accountant: Accountant) -> dict[str, Any]:
     """Return a row without what the clients' data can be seen in, and with ε.
 
@@ -192,7 +205,8 @@ def _participation(protocol: TrainSettings, privacy: Privacy) -> dict[str, Any]:
 
 
 def _secret_path(privacy: Privacy) -> Path:
-    return Path(privacy.secret).expanduser() if privacy.secret else state_folder() / "privacy.key"
+    path = Path(privacy.secret).expanduser() if privacy.secret else state_folder() / "privacy.key"
+    return path.resolve()  # a link to a secret has its ledger
 
 
 def _secret(path: Path) -> bytes:
