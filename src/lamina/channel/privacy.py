@@ -137,7 +137,8 @@ class Privacy:
         noise_multiplier: the standard deviation of the noise on the sum of the uploads ÷ the bound; unless given, the
             least with which `rounds` rounds stay within `epsilon`.
         epsilon: the budget: a run stops before the round that would exceed it.
-        rounds: for how many rounds the noise is chosen; in an experiment file, ``train.rounds`` unless given.
+        rounds: for how many rounds the noise is chosen; in an experiment file, ``train.rounds``
+            unless the noise multiplier is given.
         secret_cohorts: whether nobody but the server learns who takes part in a round. If others do (they have the
             seed, or see who trains), sampling amplifies nothing.
         bands: of correlated noise, for runs with `min_separation`; 1: independent noise.
