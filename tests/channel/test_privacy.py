@@ -1,5 +1,6 @@
 """Differential privacy in a run: what is clipped, what noise the mean gets, what is refused, and what is spent."""
 
+import itertools
 import math
 
 import numpy as np
@@ -28,10 +29,13 @@ def network(size=7):
 
 @pytest.fixture
 def run_of(tmp_path):
-    """Makes a simulation of 40 clients whose secret lies in the test's folder."""
+    """Makes a simulation of 40 clients. All draw the same noise, and each has a ledger of its own."""
+    made = itertools.count()
 
     def make(algorithm="fedavg", engine="loop", model=None, privacy=None, **changed):
-        given = {"bound": 0.5, "noise_multiplier": 2.0, "delta": 1e-3, "secret": str(tmp_path / "secret")}
+        secret = tmp_path / f"secret-{next(made)}"
+        secret.write_bytes(b"s" * 32)
+        given = {"bound": 0.5, "noise_multiplier": 2.0, "delta": 1e-3, "secret": str(secret)}
         settings = {"clients": 40, "participation": 0.25, "local_steps": 3, "batch_size": 4, "lr": 0.1}
         return lamina.Simulation(
             model or network(), (X, Y), algorithm, test=(X, Y), engine=engine, privacy={**given, **(privacy or {})},
@@ -65,9 +69,11 @@ def test_the_stacked_engine_agrees_with_the_loop(run_of, algorithm, more):
     torch.testing.assert_close(one.state.server.x, other.state.server.x, rtol=1e-9, atol=1e-11)
 
 
-def test_members_of_a_population_have_noise_of_their_own(run_of):
-    make = lambda i: run_of("fedlamb", "stacked", seed=i)  # noqa: E731
-    together, alone = [make(i) for i in range(3)], [make(i) for i in range(3)]
+def test_members_of_a_population_have_noise_of_their_own(run_of, tmp_path):
+    (tmp_path / "secret").write_bytes(b"s" * 32)
+    shared = {"secret": str(tmp_path / "secret")}
+    together = [run_of("fedlamb", "stacked", seed=i, privacy=shared) for i in range(3)]
+    alone = [run_of("fedlamb", "stacked", seed=i) for i in range(3)]
     lamina.Population(together).run(2)
     for one, other in zip(together, alone, strict=True):
         other.run(2)
@@ -181,10 +187,11 @@ def test_a_round_whose_coins_choose_nobody_is_noise_alone(run_of, monkeypatch):
 
 
 def test_a_resumed_run_draws_the_same_noise_and_another_run_other_noise(run_of, tmp_path):
-    whole = run_of("scaffold", out=tmp_path / "whole")
+    shared = {"secret": str(tmp_path / "secret")}
+    whole = run_of("scaffold", out=tmp_path / "whole", privacy=shared)
     whole.run(4)
     for rounds in (2, 4):
-        part = run_of("scaffold", out=tmp_path / "part")
+        part = run_of("scaffold", out=tmp_path / "part", privacy=shared)
         part.run(rounds)
     assert torch.equal(part.state.server.x, whole.state.server.x)
     assert run_of(lr=0.2).protocol.privacy.noise.key != run_of(lr=0.3).protocol.privacy.noise.key
@@ -193,7 +200,7 @@ def test_a_resumed_run_draws_the_same_noise_and_another_run_other_noise(run_of, 
     assert (tmp_path / "secret").stat().st_mode & 0o077 == 0
     (tmp_path / "secret").unlink()
     with pytest.raises(BadInput, match="noise_id"):
-        run_of("scaffold", out=tmp_path / "part").run(6)
+        run_of("scaffold", out=tmp_path / "part", privacy=shared).run(6)
 
 
 def test_the_same_as_the_definition_with_several_bounds_and_steps(run_of):

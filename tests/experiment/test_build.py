@@ -60,6 +60,15 @@ def test_a_cosine_ends_with_the_rounds_unless_it_has_a_length_of_its_own():
     assert build.build_schedule(parse(cosine)) == Cosine(rounds=9)
 
 
+def test_noise_that_is_given_does_not_depend_on_the_number_of_rounds():
+    """So a private run can be resumed for more rounds, unless its noise was chosen for their number."""
+    tree = {"data": {"name": "digits"}, "model": {"name": "mlp"}, "algorithm": {"name": "fedavg"}}
+    for given, rounds in [({"noise_multiplier": 1.0}, None), ({"epsilon": 4.0}, 30)]:
+        privacy = {"bound": 1.0, "delta": 1e-5, **given}
+        experiment = parse({**tree, "train": {"rounds": 30, "local_steps": 2}, "privacy": privacy})
+        assert build.settings_of(experiment)["privacy"]["rounds"] == rounds
+
+
 def test_a_resolved_configuration_has_every_default():
     experiment = parse({**SMALL, "algorithm": "fedlamb"}).with_objects(
         Objects(data=lamina.data.dataset.Splits(lamina.data.Dataset(*DATA), lamina.data.Dataset(*DATA)))

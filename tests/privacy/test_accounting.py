@@ -238,6 +238,34 @@ def test_epsilon_grows_with_every_round_and_shrinks_with_noise(settings):
     assert sorted(less, reverse=True) == less
 
 
+# --- rounds that were released again ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_repeated_round_costs_at_least_as_much_as_one_more_round(settings):
+    """Without amplification the same; with it more, because the cohort is not drawn again."""
+    accountant = Accountant(1.5, DELTA, 1000, **settings)
+    once, again, twice = (accountant.epsilon(10, repeats) for repeats in ((), (1,), (1, 2)))
+    assert once < again < twice
+    if not settings:
+        assert again == pytest.approx(accountant.epsilon(11), rel=1e-12)
+        assert twice == pytest.approx(accountant.epsilon(13), rel=1e-12)
+    elif accountant.is_amplified:
+        assert again > accountant.epsilon(11)
+
+
+@pytest.mark.parametrize("settings", SETTINGS[:3])
+def test_all_sampled_rounds_repeated_are_rounds_with_less_noise(settings):
+    repeated = Accountant(3.0, DELTA, 1000, **settings).epsilon(10, [3] * 10)
+    assert repeated == pytest.approx(Accountant(1.5, DELTA, 1000, **settings).epsilon(10), rel=5e-3)
+
+
+@pytest.mark.parametrize("settings", SETTINGS[:3])
+def test_repeats_with_little_noise_are_bounded_without_sampling(settings):
+    sampled, bounded = (Accountant(0.15, DELTA, 1000, **settings).epsilon(3, [m]) for m in (1, 2))
+    assert 0 < sampled < bounded < math.inf
+
+
 def test_the_noise_on_the_mean_is_that_on_the_sum_over_a_constant():
     """3 · 0.5 / 12 with 12 of 100 clients; under coins their expected number need not be whole."""
     assert Accountant(3.0, DELTA, 100, 0.124).deviation(0.5) == pytest.approx(3 * 0.5 / 12)

@@ -57,6 +57,7 @@ class ServerInfo(NamedTuple):
     participation: Number = 1.0  # |S| / N
     mean_steps: Number = 1.0  # the mean K_i of the cohort; in `update` only
     mean_gradient: Tensor | None = None  # the mean of grad F_i(x), if `needs` asks for it; in `broadcast` only
+    noise_variance: Number = 0.0  # s^2, of noise on the mean of the field `squares`, to subtract; in `update` only
 
 
 class Needs(NamedTuple):
@@ -171,6 +172,12 @@ class Algorithm(ABC):
 
     non_negative: ClassVar[tuple[str, ...]] = ()
     """The fields of `Up` that are never negative, such as second moments. A federation's server refuses others."""
+
+    squares: ClassVar[str | None] = None
+    """The field of `Up` whose mean `update` squares, if any.
+
+    Noise on the mean makes the square too large by ``info.noise_variance``, which `update` must subtract.
+    """
 
     references: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """The fields of `Up` that estimate what a field of `Down` holds as well, such as second moments, and that field.

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, Analysis, Displacement, LocalModel, Model, Number, ServerInfo, zeros
 from lamina.algorithms.declaration import algorithm, option
-from lamina.algorithms.primitives import add_decay, descend, ema, is_exactly, precondition, refuse_dead_moments
+from lamina.algorithms.primitives import (
+    add_decay,
+    descend,
+    ema,
+    is_exactly,
+    precondition,
+    refuse_dead_moments,
+    square_less_noise,
+)
 from lamina.base.errors import BadInput
 from lamina.objective.layers import Layers
 
@@ -64,6 +72,8 @@ class FedAdam(Algorithm):
     server_lr: Number = option(0.01, "eta_g, the server's step size", low=0.0, open_low=True)
     decay: Number = option(0.0, "lambda, the clients' weight decay", low=0.0)
 
+    squares = "delta"
+
     def check(self) -> None:
         """Refuse decay rates with which nothing is learned."""
         super().check()
@@ -84,7 +94,7 @@ class FedAdam(Algorithm):
 
     def update(self, server: Server, up: Displacement, info: ServerInfo) -> Server:
         m = ema(server.m, up.delta, self.beta1)
-        v = ema(server.v, up.delta**2, self.beta2)
+        v = ema(server.v, square_less_noise(up.delta, info.noise_variance), self.beta2)  # up.delta^2
         v_hat = None if server.v_hat is None else torch.maximum(server.v_hat, v)
         m_used, v_used = m, v if v_hat is None else v_hat
         if self.bias_correction:

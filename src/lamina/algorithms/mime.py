@@ -24,7 +24,7 @@ from lamina.algorithms.algorithm1 import Algorithm1
 from lamina.algorithms.contract import ClientInfo, Needs, Number, ServerInfo, zeros
 from lamina.algorithms.declaration import algorithm
 from lamina.algorithms.fedams import FedAms
-from lamina.algorithms.primitives import add_decoupled, add_l2, descend, ema, precondition
+from lamina.algorithms.primitives import add_decoupled, add_l2, descend, ema, precondition, square_less_noise
 from lamina.algorithms.readings import MIME_AUTHORS, MimeReadings
 from lamina.objective.layers import Layers
 
@@ -73,6 +73,8 @@ class Up(NamedTuple):
 class DefaultReading(Algorithm1):
     """Algorithm 1, red boxes, as lamina reads it by default: this is what runs unless an option asks for more."""
 
+    squares = "gradient"
+
     def needs(self, round: int) -> Needs:
         return Needs(full_gradient=self.is_sync(round))  # l.17; with sync_every = Z in every Z-th round (A16)
 
@@ -105,7 +107,7 @@ class DefaultReading(Algorithm1):
         x = server.x + self.server_lr * up.delta  # l.19; server_lr is 1 by default
         if up.gradient is None:  # no synchronisation in this round (A16)
             return server._replace(x=x)
-        v = ema(server.v, up.gradient**2, self.beta2)  # l.22
+        v = ema(server.v, square_less_noise(up.gradient, info.noise_variance), self.beta2)  # l.22: up.gradient^2
         return Server(x, v, v_hat=torch.maximum(server.v_hat, v))  # l.23
 
 

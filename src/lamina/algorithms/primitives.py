@@ -24,6 +24,11 @@ def precondition(m: Tensor, v: Tensor, eps: Number = 0.0) -> Tensor:
     return m / F.threshold(root, 0.0, math.inf)  # several times as fast on a CPU as torch.where; a NaN stays a NaN
 
 
+def square_less_noise(mean: Tensor, variance: Number) -> Tensor:
+    """Return max(mean^2 - variance, 0), the square of a mean less the variance of the noise on it, 0 without noise."""
+    return mean**2 if is_exactly(variance, 0) else (mean**2 - variance).clamp(min=0)
+
+
 def next_weight(weight: Tensor | None, beta: Number) -> Tensor | None:
     """Return the weight of gradients in a moment after one more: the moment's own recursion with g = 1 (B21)."""
     return None if weight is None else beta * weight + (1 - beta)

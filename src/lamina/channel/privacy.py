@@ -8,21 +8,39 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import hmac
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm
+from lamina.algorithms.contract import Algorithm, Number
 from lamina.algorithms.rehearsal import sent_fields
 from lamina.base.errors import BadInput, short_repr
 from lamina.base.limits import check_count, check_number
 from lamina.base.registry import refuse_unknown_options
 from lamina.objective.layers import Layers
 
+COUNT = "#within"  # the name of the noise on the number of uploads within the bound; no field has it
 EXAMPLE = "{'bound': 1.0, 'epsilon': 8, 'rounds': 100, 'delta': 1e-5}"
+
+
+class Register(Protocol):
+    """Keeps which means were released with a run's noise: `lamina.storage.releases.Releases`."""
+
+    can_repeat: bool
+
+    def enter(self, number: int, tag: str) -> tuple[int, str]:
+        """Return how often a round was released before with other means, and the salt of this release's noise."""
+
+    def first_salt(self, number: int) -> str:
+        """Return the salt of a round's first release."""
+
+    def counts(self) -> dict[int, int]:
+        """Return how often each round was released."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +50,49 @@ class Noise:
     key: bytes
     deviation: float  # on the mean, for a bound of 1
     coefficients: tuple[float, ...] = (1.0,)  # of correlated noise; see lamina.privacy.correlated
+    count_deviation: float = 0.0  # on the part of the cohort within an adaptive bound
+    releases: Register | None = field(default=None, compare=False, repr=False)
+    _repeats: dict[int, str] = field(default_factory=dict, compare=False, repr=False)  # the salt of a repeated round
     _earlier: dict[tuple[str, int], Tensor] = field(default_factory=dict, compare=False, repr=False)
+    _inverse: list[float] = field(default_factory=lambda: [1.0], compare=False, repr=False)  # of z_t, z_{t-1}, … in y_t
+
+    @property
+    def id(self) -> str:
+        """A name of the noise, which does not tell the key."""
+        return hashlib.sha256(b"id" + self.key).hexdigest()[:16]
+
+    def enter(self, number: int, parts: Mapping[str, Any]) -> None:
+        """Enter what a round will release in the ledger, if there is one, before any of it leaves the process.
+
+        Args:
+            number: of the round.
+            parts: what the noise is added to, tensors or numbers by name.
+        """
+        if self.releases is None:
+            return
+        total = hmac.new(b"mean" + self.key, digestmod=hashlib.sha256)
+        for name, value in parts.items():
+            tensor = torch.as_tensor(value).detach().cpu().contiguous()
+            total.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+            total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        before, salt = self.releases.enter(number, total.hexdigest())
+        self._repeats.pop(number, None)
+        if before:
+            self._repeats[number] = salt
 
     def of_round(self, name: str, number: int, like: Tensor) -> Tensor:
-        """Return noise of the deviation 1 for a field: a pure function of the key, the field and the round."""
-        total, bands = self._white(name, number, like), len(self.coefficients)
+        """Return noise of the deviation 1 for a field: a pure function of the key, the field and the release.
+
+        A repeated release has independent noise, and leaves the sequence of correlated noise as it is.
+        """
+        if number in self._repeats:
+            return self._white(name, number, like, self._repeats[number])
+        return self._first(name, number, like)
+
+    def _first(self, name: str, number: int, like: Tensor) -> Tensor:
+        """Return the noise of the first release of a round."""
+        salt = "" if self.releases is None else self.releases.first_salt(number)
+        total, bands = self._white(name, number, like, salt), len(self.coefficients)
         for back in range(1, min(bands, number)):  # the recurrence of `lamina.privacy.correlated.next_noise`
             total = total - self.coefficients[back] * self._correlated(name, number - back, like)
         if bands > 1:
@@ -44,14 +100,23 @@ class Noise:
             self._earlier.pop((name, number - bands), None)
         return total
 
+    def variance(self, number: int) -> float:
+        """Return the variance of the noise of a round, for a deviation of 1."""
+        if number in self._repeats:
+            return 1.0
+        while len(self._inverse) < number:  # as `lamina.privacy.correlated.inverse`
+            pairs = zip(self.coefficients[1:], reversed(self._inverse), strict=False)
+            self._inverse.append(-sum(coefficient * weight for coefficient, weight in pairs))
+        return sum(weight**2 for weight in self._inverse[:number])
+
     def _correlated(self, name: str, number: int, like: Tensor) -> Tensor:
         if (name, number) not in self._earlier:  # after a restart: from the first round on
             for earlier in range(1, number + 1):
-                self.of_round(name, earlier, like)
+                self._first(name, earlier, like)
         return self._earlier[name, number]
 
-    def _white(self, name: str, number: int, like: Tensor) -> Tensor:
-        digest = hashlib.sha256(self.key + f"{name}/{number}".encode()).digest()
+    def _white(self, name: str, number: int, like: Tensor, salt: str) -> Tensor:
+        digest = hashlib.sha256(self.key + f"{name}/{number}{salt and '/'}{salt}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         return torch.randn(like.shape, generator=generator, dtype=torch.float64)
 
@@ -62,11 +127,18 @@ class Privacy:
 
     Args:
         bound: the largest norm of an upload, all fields together; or a table with one bound for each field.
+        debias: whether a server that squares the noised mean (FedAdam, Mime) subtracts the variance of the noise.
+        quantile: of the uploads' norms, which the bound follows; None: the bound stays as it is. After every round it
+            is multiplied by exp(-bound_rate (b - quantile)), where b is the part of the cohort that was within it.
+        bound_rate: how fast it follows.
+        count_noise: the standard deviation of the noise on the number of uploads within the bound; by default a 20th of
+            the expected cohort, or the noise multiplier if that is larger.
         delta: the δ of the guarantee, well below 1 / clients.
         noise_multiplier: the standard deviation of the noise on the sum of the uploads ÷ the bound; unless given, the
             least with which `rounds` rounds stay within `epsilon`.
         epsilon: the budget: a run stops before the round that would exceed it.
-        rounds: for how many rounds the noise is chosen; in an experiment file, ``train.rounds`` unless given.
+        rounds: for how many rounds the noise is chosen; in an experiment file, ``train.rounds``
+            unless the noise multiplier is given.
         secret_cohorts: whether nobody but the server learns who takes part in a round. If others do (they have the
             seed, or see who trains), sampling amplifies nothing.
         bands: of correlated noise, for runs with `min_separation`; 1: independent noise.
@@ -82,6 +154,10 @@ class Privacy:
     secret_cohorts: bool = True
     bands: int = 1
     secret: str | None = None
+    debias: bool = False
+    quantile: float | None = None
+    bound_rate: float = 0.2
+    count_noise: float | None = None
     noise: Noise | None = field(default=None, repr=False, compare=False)  # set when the run starts
 
     def __post_init__(self) -> None:
@@ -97,6 +173,15 @@ class Privacy:
         if not isinstance(self.secret_cohorts, bool):
             raise BadInput(f"privacy: secret_cohorts = {short_repr(self.secret_cohorts)} is neither true nor false")
         check_count("privacy: bands", self.bands)
+        if not isinstance(self.debias, bool):
+            raise BadInput(f"privacy: debias = {short_repr(self.debias)} is neither true nor false")
+        if self.quantile is not None:
+            check_number("privacy: quantile", self.quantile, above=0, below=1)
+            if isinstance(self.bound, Mapping):
+                raise BadInput("privacy: a quantile adapts one bound for the whole upload: give bound as one number")
+        check_number("privacy: bound_rate", self.bound_rate, above=0)
+        if self.count_noise is not None:
+            check_number("privacy: count_noise", self.count_noise, above=0)
 
     def check(self, algorithm: Algorithm, layers: Layers) -> None:
         """Refuse bounds that are not one for each field of the algorithm's upload."""
@@ -110,16 +195,44 @@ class Privacy:
                 f"privacy: the bound of the field '{missing[0]}' is missing: give one for each, or one number"
             )
 
-    def clip(self, up: Any) -> Any:
-        """Return uploads [..., p] within the bounds."""
-        fields = {name: value for name, value in up._asdict().items() if value is not None}
-        norms = {n: torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=torch.float64) for n, v in fields.items()}
+    def at(self, bound: float | None) -> Privacy:
+        """Return the settings with an adapted bound; None: as they are."""
+        return self if bound is None else replace(self, bound=bound)
+
+    def clip(self, up: Any, bound: Number | None = None) -> Any:
+        """Return uploads [..., p] within the bounds, or within a bound for each row [rows, 1]."""
+        norms = _norms(up)
         if isinstance(self.bound, Mapping):
             factors = {name: _factor(norm, self.bound[name]) for name, norm in norms.items()}
         else:
-            joint = functools.reduce(torch.hypot, norms.values())
-            factors = dict.fromkeys(norms, _factor(joint, self.bound))
+            factors = dict.fromkeys(norms, _factor(_joint(norms), self.bound if bound is None else bound))
+        fields = {name: getattr(up, name) for name in norms}
         return up._replace(**{name: value * factors[name].to(value.dtype) for name, value in fields.items()})
+
+    def within(self, up: Any, bound: Number) -> Tensor:
+        """Return 1 for uploads [..., p] within a bound, or one for each row [rows, 1], and 0 for others [...]."""
+        return (_joint(_norms(up)) <= bound).squeeze(-1).double()
+
+    @property
+    def adaptive_bound(self) -> float | None:
+        """The bound, if it follows a quantile."""
+        return None if self.quantile is None or isinstance(self.bound, Mapping) else self.bound
+
+    def next_bound(self, number: int, within: float, share: float) -> float | None:
+        """Return the bound after a round; None if it stays as it is.
+
+        Args:
+            number: of the round.
+            within: the part of the cohort within the bound.
+            share: as for `private_mean`.
+        """
+        bound = self.adaptive_bound
+        if bound is None or self.quantile is None:
+            return None
+        assert self.noise is not None
+        noise = self.noise.of_round(COUNT, number, torch.zeros(1)) * self.noise.count_deviation
+        noised = 0.5 + _centred(within, share) + float(noise)
+        return bound * math.exp(-self.bound_rate * (noised - self.quantile))
 
     def private_mean(self, algorithm: Algorithm, up: Any, number: int, share: float) -> Any:
         """Return the mean of clipped uploads as it may be published.
@@ -131,16 +244,40 @@ class Privacy:
             share: the size of the cohort ÷ the constant that the sum is divided by.
         """
         assert self.noise is not None
-        fields = {name: value for name, value in up._asdict().items() if value is not None}
         noised = {}
-        for name, value in fields.items():
-            # several bounds are as one, if each has so much more noise
-            bound = self.bound[name] * len(fields) ** 0.5 if isinstance(self.bound, Mapping) else self.bound
-            noise = self.noise.of_round(name, number, value) * (self.noise.deviation * bound)
-            noised[name] = value * share + noise.to(value)
+        for name, (total, deviation) in self._unnoised(up, share).items():
+            noised[name] = total + (self.noise.of_round(name, number, total) * deviation).to(total)
             if name in algorithm.non_negative:
                 noised[name] = noised[name].clamp(min=0)  # costs no privacy
         return up._replace(**noised)
+
+    def enter(self, up: Any, number: int, share: float, within: float = 0.0) -> None:
+        """Enter what a round will release in the ledger; refuse what would use the same noise twice."""
+        assert self.noise is not None
+        parts: dict[str, Any] = {}
+        for name, (total, deviation) in self._unnoised(up, share).items():
+            parts |= {name: total + 0.0, f"{name}'s deviation": deviation}  # -0.0 and 0.0 are one mean
+        if self.quantile is not None:
+            parts[COUNT] = [_centred(within, share), self.noise.count_deviation]
+        self.noise.enter(number, parts)
+
+    def noise_variance(self, algorithm: Algorithm, up: Any, number: int) -> float:
+        """Return the variance of the noise on the mean that the server squares, if it is to be subtracted; else 0."""
+        mean = getattr(up, algorithm.squares or "", None)
+        if not self.debias or mean is None:
+            return 0.0
+        assert self.noise is not None
+        _, deviation = self._unnoised(up, 1.0)[algorithm.squares or ""]
+        return deviation**2 * self.noise.variance(number)
+
+    def _unnoised(self, up: Any, share: float) -> dict[str, tuple[Tensor, float]]:
+        """Return by field what the noise is added to, and the deviation of the noise."""
+        assert self.noise is not None
+        fields = {name: value for name, value in up._asdict().items() if value is not None}
+        # several bounds are as one, if each has so much more noise
+        per_field = len(fields) ** 0.5
+        bounds = {n: self.bound[n] * per_field if isinstance(self.bound, Mapping) else self.bound for n in fields}
+        return {name: (value * share, self.noise.deviation * bounds[name]) for name, value in fields.items()}
 
     def with_noise(self, multiplier: float, noise: Noise) -> Privacy:
         """Return the same settings with the noise of a run."""
@@ -150,8 +287,13 @@ class Privacy:
         """Return the settings as an experiment file writes them; without the secret and where it lies."""
         names = ("delta", "noise_multiplier", "epsilon", "rounds", "secret_cohorts", "bands")
         bound = dict(self.bound) if isinstance(self.bound, Mapping) else self.bound
-        key = None if self.noise is None else hashlib.sha256(b"id" + self.noise.key).hexdigest()[:16]
-        return {"bound": bound, **{name: getattr(self, name) for name in names}, "noise_id": key}
+        noise_id = None if self.noise is None else self.noise.id
+        options = {name: getattr(self, name) for name in names}
+        if self.debias:
+            options["debias"] = True
+        if self.quantile is not None:
+            options |= {name: getattr(self, name) for name in ("quantile", "bound_rate", "count_noise")}
+        return {"bound": bound, **options, "noise_id": noise_id}
 
 
 def as_privacy(given: Any) -> Privacy | None:
@@ -169,6 +311,21 @@ def as_privacy(given: Any) -> Privacy | None:
     return Privacy(**options)
 
 
-def _factor(norm: Tensor, bound: float) -> Tensor:
+def _norms(up: Any) -> dict[str, Tensor]:
+    """Return the norm of every field of uploads [..., 1]."""
+    fields = {name: value for name, value in up._asdict().items() if value is not None}
+    return {n: torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=torch.float64) for n, v in fields.items()}
+
+
+def _joint(norms: Mapping[str, Tensor]) -> Tensor:
+    return functools.reduce(torch.hypot, norms.values())
+
+
+def _centred(within: float, share: float) -> float:
+    """Return the mean of what clients send for the count: 1/2 if they are within the bound, else -1/2."""
+    return share * (within - 0.5)
+
+
+def _factor(norm: Tensor, bound: Number) -> Tensor:
     """Return what a vector is multiplied by; slightly less than it must be, for rounding must not exceed the bound."""
     return (bound * (1 - 1e-6) / norm.clamp(min=1e-300)).clamp(max=1.0)

@@ -102,7 +102,7 @@ class Loop:
         down = channel.seen_broadcast(algorithm.broadcast(state.server, server_info), objective.shared_layers)
 
         sums = RoundSums(weights=weights, aggregation=self.protocol.aggregation, channel=channel)
-        sums.privacy = self.protocol.privacy
+        sums.privacy = self.protocol.privacy and self.protocol.privacy.at(state.clip_bound)
         clients = dict(state.clients)
         for c, client_id in enumerate(plan.cohort.tolist()):
             full_gradient = full_gradients[c] if needs.full_gradient else None
@@ -121,7 +121,7 @@ class Loop:
             link = Link.of(objective.shared_layers, plan.streams[c], plan.cohort_stream, objective.device)
             sent, clients[client_id] = pass_channel(channel, algorithm, whole_up, down, record, link)
             # the mean of the uploads; the figures are for `update` and the report of the round
-            up = sent.up if sums.privacy is None else sums.privacy.clip(sent.up)
+            up = sums.clipped(c, sent.up)
             loss, steps, by_examples = float(losses.mean()), float(plan.steps[c]), self.protocol.by_examples
             buffers = objective.shared_buffers(buffers)
             sums.add_client(c, algorithm, up, buffers, loss=loss, steps=steps, by_examples=by_examples)

@@ -64,7 +64,7 @@ class Ranks(NamedTuple):
             (
                 zero_up if total.up is None else total.up,
                 dict(sorted(total.buffers.items())),
-                zero_up.delta.new_tensor([total.loss, float(e in failed)]),
+                zero_up.delta.new_tensor([total.loss, total.within, float(e in failed)]),
                 zero_trust if total.trust is None else total.trust,
             )
             for e, (total, (zero_up, zero_trust)) in enumerate(zip(sums, layouts, strict=True))
@@ -76,7 +76,7 @@ class Ranks(NamedTuple):
         somewhere = False
         for total, (up, buffers, numbers, trust) in zip(sums, summed, strict=True):
             total.up, total.buffers, total.trust = up, buffers, trust if len(trust) else None
-            total.loss, flag = numbers.tolist()
+            total.loss, total.within, flag = numbers.tolist()
             somewhere = somewhere or flag > 0
         self._combine_spreads(sums, own_ups)
         if somewhere:

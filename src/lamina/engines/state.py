@@ -29,6 +29,7 @@ class State:
     clients: dict[int, Any]  # what the clients that have taken part keep, see personal.py
     ledger: Ledger
     private_start: Tensor | None = None  # where the clients' private parameters start; None: there are none
+    clip_bound: float | None = None  # of differential privacy, after the first round; None: it stays as it was given
 
     @classmethod
     def start(cls, algorithm: Algorithm, objective: Objective, clients: int) -> State:
@@ -48,6 +49,7 @@ class RoundReport:
     bytes_down: int
     bytes_up: int
     trust_ratios: dict[str, float]  # of the clients' last local steps, mean by layer; empty unless asked for
+    clip_bound: float | None  # of differential privacy in this round, if it adapts
     # The diagnostics need the rest.
     down: Any  # the broadcast
     displacement: Tensor  # D, the mean of the deltas, as the aggregation combines them
@@ -64,6 +66,7 @@ class RoundSums:
     weight: float = 0.0  # of the clients that are in `up`; 1 at the end
     spread: float = 0.0  # sum_i w_i ||delta_i - mean||^2 over these clients, with the mean of theirs
     loss: float = 0.0  # mean over clients of their mean mini-batch loss
+    within: float = 0.0  # the part of the clients whose uploads are within an adaptive bound
     trust: Tensor | None = None  # mean trust ratio of every layer
     weights: list[float] = field(default_factory=list)  # every client's weight; needed by all aggregations but the mean
     aggregation: Aggregation = MEAN
@@ -88,6 +91,14 @@ class RoundSums:
             return self.up, self.buffers
         uploads = [self.uploads[c] for c in sorted(self.uploads)]
         return combine_uploads(self.aggregation, uploads, self.weights, algorithm.state_changes)
+
+    def clipped(self, c: int, up: Any) -> Any:
+        """Return the upload of the c-th active client as it enters the mean, and count it if it is within the bound."""
+        if self.privacy is None:
+            return up
+        if (bound := self.privacy.adaptive_bound) is not None:
+            self.within += self.weights[c] * float(self.privacy.within(up, bound))
+        return self.privacy.clip(up)
 
     def add_client(
         self, c: int, algorithm: Algorithm, up: Any, buffers: Buffers, *, loss: float, steps: float, by_examples: bool
@@ -154,6 +165,7 @@ def step_server(
     up, buffers = sums.combined(algorithm)
     if sums.privacy is not None:
         up = sums.privacy.private_mean(algorithm, up, plan.number, plan.share)
+        info = info._replace(noise_variance=sums.privacy.noise_variance(algorithm, up, plan.number))
     server = algorithm.update(state.server, up, info)
     moved = (server.x - state.server.x).double()
     gap = sums.up.delta.double() - moved
@@ -171,6 +183,11 @@ def close_round(
     clients: dict[int, Any],
 ) -> tuple[State, RoundReport]:
     """Return the state after the server's step and the round's report. All engines end a round here."""
+    clip_bound = bound_of_round = None
+    if sums.privacy is not None:  # before the mean with noise is seen by anybody
+        sums.privacy.enter(sums.up, plan.number, plan.share, sums.within)
+        clip_bound = sums.privacy.next_bound(plan.number, sums.within, plan.share)
+        bound_of_round = sums.privacy.adaptive_bound
     step = step_server(algorithm, objective, state, plan, sums) if sums.server_step is None else sums.server_step
     update_norm, gap, finite = step.measured.tolist()
     if not finite:
@@ -188,12 +205,13 @@ def close_round(
         + extra * len(plan.cohort),
         bytes_up=(sums.channel.upload_bytes(algorithm, sums.up, layers) + extra) * len(plan.cohort),
         trust_ratios={} if sums.trust is None else dict(zip(names, sums.trust.tolist(), strict=True)),
+        clip_bound=bound_of_round,
         down=down,
         displacement=step.displacement,
         mean_steps=sums.steps,
     )
     return State(
-        plan.number, step.server, state.buffers | step.buffers, clients, state.ledger, state.private_start
+        plan.number, step.server, state.buffers | step.buffers, clients, state.ledger, state.private_start, clip_bound
     ), report
 
 

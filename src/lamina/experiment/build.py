@@ -106,6 +106,8 @@ def settings_of(experiment: Experiment) -> TrainArguments:
     same = {
         name: getattr(train, name) for name in type(train).model_fields if name in TrainSettings.__dataclass_fields__
     }
+    # a run whose noise is given does not depend on the number of rounds: it can be resumed for more of them
+    planned = None if privacy is None or privacy.noise_multiplier is not None else train.rounds
     augment_options = {each.name: getattr(data, f"augment_{each.name}") for each in dataclasses.fields(Augment)}
     augment = Augment(**augment_options)
     own = {
@@ -115,7 +117,7 @@ def settings_of(experiment: Experiment) -> TrainArguments:
         "aggregation": objects.get("aggregation")
         or aggregation.make(train.aggregation.name, **train.aggregation.options()),
         "channel": experiment.channel.model_dump(),
-        "privacy": None if privacy is None else privacy.model_dump() | {"rounds": privacy.rounds or train.rounds},
+        "privacy": None if privacy is None else privacy.model_dump() | {"rounds": privacy.rounds or planned},
         "clock": None if experiment.clock is None else experiment.clock.table(),
         "augmentation": data.augment if isinstance(data.augment, str) else augment if data.augment else None,
     }

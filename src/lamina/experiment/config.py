@@ -139,6 +139,10 @@ class PrivacySection(_Section):
     secret_cohorts: bool = True
     bands: int = 1
     secret: str | None = None
+    debias: bool = False
+    quantile: float | None = None
+    bound_rate: float = 0.2
+    count_noise: float | None = None
     noise_id: str | None = Field(default=None, exclude=True)  # in a run's config.json: tells the secret from others
 
     @model_validator(mode="after")

@@ -41,7 +41,7 @@ from lamina.training.history import History, Row
 from lamina.training.masks import with_mask
 from lamina.training.metrics import ACCURACY
 from lamina.training.preflight import check_evaluation
-from lamina.training.privacy import accountant_of, check_privacy, published, spends_too_much, with_noise
+from lamina.training.privacy import accountant_of, check_privacy, published, refuse_spent, spends_too_much, with_noise
 from lamina.training.timing import catch_up, timed, timeline_of
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Server:
             nodes_metrics = {"evaluate_on": setup.evaluate_on != "central"}
             check_privacy(self.algorithm, self.objective, self.plan, nodes_metrics)
             identity = of_run(self.algorithm, self.objective, self.plan)
-            self.protocol = with_noise(self.protocol, self.plan.clients.count, identity)
+            self.protocol = with_noise(self.protocol, self.plan.clients.count, identity, can_repeat=True)
             self.plan = replace(self.plan, protocol=self.protocol)
         self.accountant = accountant_of(self.protocol, self.plan.clients.count)
         if self.protocol.chooser is not None and setup.known_clients is not None:
@@ -122,6 +122,8 @@ class Server:
                 evaluation.refuse_nonfinite(self.history[-1])
             while self.state.round < self.setup.rounds:
                 if spends_too_much(self.accountant, self.protocol.privacy, self.state.round + 1):
+                    if self.state.round == 0:
+                        refuse_spent(self.protocol.privacy)
                     log.info("round %d is the last: the next one would exceed the privacy budget", self.state.round)
                     break
                 self._run_round()
@@ -279,10 +281,10 @@ class Server:
         weights = client_weights(facts, self.protocol.by_examples)
         sums = RoundSums(weights=weights, aggregation=self.protocol.aggregation, channel=self.protocol.channel)
         by_examples = self.protocol.by_examples
-        sums.privacy = self.protocol.privacy
+        sums.privacy = self.protocol.privacy and self.protocol.privacy.at(self.state.clip_bound)
         for c, one in enumerate(updates.values()):
             loss, steps = one.loss, one.steps
-            up = one.up if sums.privacy is None else sums.privacy.clip(one.up)
+            up = sums.clipped(c, one.up)
             sums.add_client(c, self.algorithm, up, one.buffers, loss=loss, steps=steps, by_examples=by_examples)
         state = self.state
         self.state, report = close_round(self.algorithm, self.objective, state, facts, down, sums, state.clients)

@@ -25,7 +25,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack, get_args
 
@@ -144,10 +145,16 @@ class Accountant:
         cohort = cohort_size(self.clients, self.participation) if self.sampling == "exact" else expected
         return self.noise_multiplier * bound / cohort
 
-    def epsilon(self, rounds: int) -> float:
-        """Return ε at `delta` after a number of rounds; the same call again is free."""
+    def epsilon(self, rounds: int, repeats: Sequence[int] = ()) -> float:
+        """Return ε at `delta` after a number of rounds; the same call again is free.
+
+        Args:
+            rounds: how many.
+            repeats: for each of these rounds that was released again, of the same cohort with independent noise: how
+                many more times.
+        """
         check_count("rounds", rounds, MOST, least=0)
-        return _epsilon(self, rounds) if rounds else 0.0
+        return _epsilon(self, rounds, tuple(sorted(repeats))) if rounds else 0.0
 
     def guarantee(self, rounds: int) -> Guarantee:
         """Return the guarantee after a number of rounds."""
@@ -208,16 +215,45 @@ def joint_multiplier(multipliers: Iterable[float]) -> float:
     return 1 / math.sqrt(sum(each**-2 for each in multipliers))
 
 
+def remaining_multiplier(noise_multiplier: float, other: float) -> float:
+    """Return the multiplier that is equivalent to `noise_multiplier` together with another one, which is larger.
+
+    >>> round(joint_multiplier([remaining_multiplier(3.0, 10.0), 10.0]), 9)
+    3.0
+    """
+    return 1 / math.sqrt(noise_multiplier**-2 - other**-2)
+
+
 @functools.cache
-def _epsilon(accountant: Accountant, rounds: int) -> float:
-    a = accountant
+def _epsilon(accountant: Accountant, rounds: int, repeats: tuple[int, ...] = ()) -> float:
+    a, more = accountant, sum(repeats)
     if not a.is_amplified:
-        reach = sensitivity(square_root(a.bands), rounds, a.min_separation or 1)
+        # at worst one client is in all repeated rounds, each of which moves by its bound alone
+        reach = math.hypot(sensitivity(square_root(a.bands), rounds, a.min_separation or 1), math.sqrt(more))
         return _gaussian_epsilon(a.noise_multiplier / reach, a.delta)
-    if a.noise_multiplier < LEAST_SAMPLED_NOISE:  # sampling only ever helps, so its bound without it holds
+    least = a.noise_multiplier / math.sqrt(1 + max(repeats, default=0))
+    if least < LEAST_SAMPLED_NOISE:  # sampling only ever helps, so its bound without it holds
         reach = 1 if a.sampling == "bernoulli" and a.cohort_cap is None else 2
-        return _gaussian_epsilon(a.noise_multiplier / (reach * math.sqrt(rounds)), a.delta)
-    return max(each.epsilon(rounds, a.delta) for each in _losses(dataclasses.replace(a, delta=LEAST_DELTA)))
+        return _gaussian_epsilon(a.noise_multiplier / (reach * math.sqrt(rounds + more)), a.delta)
+    a = dataclasses.replace(a, delta=LEAST_DELTA)
+    if repeats:
+        return _epsilon_with_repeats(a, rounds, repeats, accountant.delta)
+    return max(each.epsilon(rounds, accountant.delta) for each in _losses(a))
+
+
+def _epsilon_with_repeats(accountant: Accountant, rounds: int, repeats: tuple[int, ...], delta: float) -> float:
+    """Return ε of sampled rounds of which some were released again.
+
+    n releases of one cohort are one release with 1/√n of the noise. They cost more than n rounds with cohorts of their
+    own.
+    """
+    interval = _grid_of(accountant)  # for all of them
+    times = Counter(repeats) + Counter({0: rounds - len(repeats)})
+    parts = []
+    for more, count in times.items():
+        noise = accountant.noise_multiplier / math.sqrt(1 + more)
+        parts.append(_round(dataclasses.replace(accountant, noise_multiplier=noise), interval).self_compose(count))
+    return float(functools.reduce(lambda one, other: one.compose(other), parts).get_epsilon_for_delta(delta))
 
 
 def _gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
@@ -235,21 +271,34 @@ def _grid(noise_multiplier: float, fraction: float) -> float:
 @functools.lru_cache(maxsize=64)
 def _losses(accountant: Accountant) -> list[Composition]:
     """Return the privacy losses of one sampled round, in both directions where they differ."""
+    pld = _round(accountant, _grid_of(accountant))
+    directions = [pld._pmf_remove] if accountant.sampling == "exact" else [pld._pmf_remove, pld._pmf_add]
+    return [Composition(pmf) for pmf in directions]
+
+
+def _grid_of(accountant: Accountant) -> float:
+    """Return the distance of the values of one sampled round's PLD."""
+    a = accountant
+    if a.sampling == "exact":
+        return _grid(a.noise_multiplier / 2, cohort_size(a.clients, a.participation) / a.clients)
+    return _grid(a.noise_multiplier, a.participation)
+
+
+def _round(accountant: Accountant, interval: float) -> Any:
+    """Return the privacy loss distribution of one sampled round, on a grid of this interval."""
     a, distributions = accountant, _dp_accounting().pld.privacy_loss_distribution
     noise, fraction = a.noise_multiplier, a.participation
     if a.sampling == "exact":
-        return [Composition(_without_replacement(noise / 2, cohort_size(a.clients, fraction) / a.clients))]
-    grid = {"value_discretization_interval": _grid(noise, fraction)}
-    if a.cohort_cap is None:
-        pld = distributions.from_gaussian_mechanism(noise, sampling_prob=fraction, **grid)
-    else:
-        pld = distributions.from_truncated_subsampled_gaussian_mechanism(
-            a.clients, fraction, a.cohort_cap, noise, **grid
+        return distributions.PrivacyLossDistribution(
+            _without_replacement(noise / 2, cohort_size(a.clients, fraction) / a.clients, interval)
         )
-    return [Composition(pld._pmf_remove), Composition(pld._pmf_add)]
+    grid = {"value_discretization_interval": interval}
+    if a.cohort_cap is None:
+        return distributions.from_gaussian_mechanism(noise, sampling_prob=fraction, **grid)
+    return distributions.from_truncated_subsampled_gaussian_mechanism(a.clients, fraction, a.cohort_cap, noise, **grid)
 
 
-def _without_replacement(noise_multiplier: float, fraction: float) -> Any:
+def _without_replacement(noise_multiplier: float, fraction: float, interval: float) -> Any:
     """Return the PLD of a Gaussian mechanism on a uniform subset of fixed size, for one client replaced.
 
     `dp_accounting` has only a loose Rényi bound of it. One round has δ(ε) = f δ'(ε'), with δ' without sampling and
@@ -260,7 +309,6 @@ def _without_replacement(noise_multiplier: float, fraction: float) -> Any:
     from scipy.special import log_ndtr
 
     shift = 1 / noise_multiplier  # the distance of two Gaussians of variance 1
-    interval = _grid(noise_multiplier, fraction)
     largest = np.logaddexp(math.log1p(-fraction), math.log(fraction) + shift * (shift / 2 + TAIL_DEVIATIONS))
     steps = math.ceil(largest / interval)
     epsilons = np.arange(steps + 1) * interval

@@ -2,13 +2,15 @@
 
 The mean of the clients' own second moments with noise on it is right on average, but may be negative: `non_negative`.
 A square that the server takes of a noised mean is too large on average by the variance of the noise:
-`debiased_square`. That applies to FedAdam and its relatives, whose server squares the mean displacement; not to
-methods whose clients send second moments.
+`debiased_square`, which `privacy = {"debias": True, …}` does in a run. That applies to FedAdam and Mime, whose server
+squares a mean; not to methods whose clients send second moments.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
+
+from lamina.algorithms.primitives import square_less_noise
 
 
 def non_negative(second_moment: Tensor) -> Tensor:
@@ -27,4 +29,4 @@ def debiased_square(noised_mean: Tensor, deviation: float) -> Tensor:
         noised_mean: a mean to which Gaussian noise was added, with no step in between that is not linear.
         deviation: standard deviation of that noise in one coordinate of the mean.
     """
-    return (noised_mean.square() - deviation**2).clamp_min(0)
+    return square_less_noise(noised_mean, deviation**2)

@@ -86,6 +86,8 @@ class Checkpoints:
             tensors = {f"server/{name}": value for name, value in _tensors(state.server).items()}
             tensors |= {f"buffer/{name}": value for name, value in state.buffers.items()}
             tensors |= {} if state.private_start is None else {"private/start": state.private_start}
+            if state.clip_bound is not None:
+                tensors["privacy/clip_bound"] = torch.tensor(state.clip_bound, dtype=torch.float64)
             tensors |= {f"ledger/{name}": torch.from_numpy(held) for name, held in state.ledger.held.items()}
             file, sha256 = self._write(f"state-{state.round:06}", tensors)
             content = {
@@ -238,7 +240,7 @@ def load_newest(
 
 def _state_from(tensors: Mapping[str, Tensor], like: State, number: int) -> State:
     """Return a state without clients from its tensors, whose names begin with their part of it."""
-    parts: dict[str, dict[str, Tensor]] = {"server": {}, "buffer": {}, "ledger": {}, "private": {}}
+    parts: dict[str, dict[str, Tensor]] = {"server": {}, "buffer": {}, "ledger": {}, "private": {}, "privacy": {}}
     for name, value in tensors.items():
         part, _, rest = name.partition("/")
         parts[part][rest] = value
@@ -248,7 +250,9 @@ def _state_from(tensors: Mapping[str, Tensor], like: State, number: int) -> Stat
     buffers = {name: value.to(device).clone() for name, value in parts["buffer"].items()}
     ledger = Ledger(like.ledger.clients)
     ledger.held = {name: held.clone().numpy() for name, held in parts["ledger"].items()}
-    return State(number, server, buffers, {}, ledger, _copy(parts["private"].get("start"), device))
+    bound = parts["privacy"].get("clip_bound")
+    start = _copy(parts["private"].get("start"), device)
+    return State(number, server, buffers, {}, ledger, start, None if bound is None else float(bound))
 
 
 def _tensors(record: Any) -> dict[str, Tensor]:

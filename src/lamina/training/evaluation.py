@@ -422,6 +422,8 @@ def round_row(
     }
     if models is not None:  # the bytes as the papers count them, beside those sent
         row["paper_bytes"] = models * x.numel() * x.element_size() * len(plan.cohort)
+    if report.clip_bound is not None:
+        row["clip_bound"] = report.clip_bound
     return row | {f"trust_ratio/{layer}": value for layer, value in report.trust_ratios.items()}
 
 

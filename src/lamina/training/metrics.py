@@ -36,7 +36,7 @@ OTHER_COLUMNS = {
     "run", "data", "model", "algorithm", "learning_rate", "seed",  # of `lamina export`
     "round", "lr", "clients", "steps", "train_loss", "consistency", "update_norm", "bytes_down", "bytes_up", "seconds",
     "paper_bytes", "evaluation_seconds", "asked", "missing", "refused", "wire_bytes_down", "wire_bytes_up",
-    "clock_seconds", "evaluating_nodes", "evaluation_bytes",
+    "clock_seconds", "evaluating_nodes", "evaluation_bytes", "epsilon", "clip_bound",
     *(column for columns in DIAGNOSTICS.values() for column in columns),
 }  # fmt: skip
 CLIENT_PREFIXES, CLIENT_SUFFIXES = ("client_", "heldout_", "node_"), ("_mean", "_worst10", "_std")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 from collections.abc import Mapping
@@ -10,28 +11,37 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lamina.algorithms.contract import Algorithm
 from lamina.base.atomic import write_file
 from lamina.base.errors import BadInput
+from lamina.base.text import plural
 from lamina.channel.privacy import Noise, Privacy
+from lamina.engines.ranks import Ranks
 from lamina.objective.objective import Objective
-from lamina.privacy.accounting import Accountant, noise_for
+from lamina.privacy.accounting import Accountant, noise_for, remaining_multiplier
 from lamina.privacy.correlated import square_root
 from lamina.rounds.aggregation import Mean
 from lamina.rounds.plan import Plan
 from lamina.rounds.settings import TrainSettings
 from lamina.storage.files import state_folder, writing_to
 from lamina.storage.identity import Identity, json_digest
+from lamina.storage.releases import Releases
 
+log = logging.getLogger(__name__)
 SECRET_BYTES = 32
+COHORT_PER_COUNT_NOISE = 20  # clients, by default (Andrew et al. 2021)
 OF_CLIENTS = ("train_loss", "consistency", "steps")  # columns that are computed from what clients send, without noise
 
 
-def with_noise(protocol: TrainSettings, clients: int, identity: Identity) -> TrainSettings:
+def with_noise(protocol: TrainSettings, clients: int, identity: Identity, *, can_repeat: bool = False) -> TrainSettings:
     """Return the settings with the noise of this run; unchanged without differential privacy.
 
     The noise is a function of the secret and of the run's identity: a run that is resumed or repeated draws the same
-    noise, so that it tells nothing new, and no two different runs share noise that their difference would cancel.
+    noise, so that it tells nothing new, and no two different runs share noise that their difference would cancel. A
+    ledger beside the secret has what was released. `can_repeat`: a round may be released with another mean, which
+    counts in ε; only a federation cannot compute the same mean again.
     """
     privacy = protocol.privacy
     if privacy is None or privacy.noise is not None:
@@ -47,9 +57,33 @@ def with_noise(protocol: TrainSettings, clients: int, identity: Identity) -> Tra
         multiplier = noise_for(privacy.epsilon, privacy.delta, privacy.rounds, clients, **how)
     accountant = Accountant(multiplier, privacy.delta, clients, **how)
     facts = {name: value for name, value in identity.items() if name != "code"}
-    key = _secret(privacy) + json_digest([facts, multiplier]).encode()
-    noise = Noise(key, accountant.deviation(1.0), square_root(privacy.bands))
+    path = _secret_path(privacy)
+    key = _secret(path) + json_digest([facts, multiplier]).encode()
+    on_mean, on_count = _deviations(privacy, multiplier, accountant.deviation(1.0))
+    noise = Noise(key, on_mean, square_root(privacy.bands), on_count)
+    if Ranks.current().rank == 0:  # all ranks compute the same means
+        ledger = path.with_name(f"{path.name}.releases") / f"{noise.id}.jsonl"
+        noise = replace(noise, releases=Releases(ledger, can_repeat=can_repeat))
     return replace(protocol, privacy=privacy.with_noise(multiplier, noise))
+
+
+def _deviations(privacy: Privacy, multiplier: float, deviation: float) -> tuple[float, float]:
+    """Return the deviations of the noise on the mean, for a bound of 1, and on the part within an adaptive bound.
+
+    Both together are equivalent to the noise multiplier (Andrew et al. 2021, theorem 1).
+    """
+    if privacy.quantile is None:
+        return deviation, 0.0
+    expected = multiplier / deviation  # clients in a round
+    count_noise = max(expected / COHORT_PER_COUNT_NOISE, multiplier)
+    if privacy.count_noise is not None:
+        count_noise = privacy.count_noise
+    if 2 * count_noise <= multiplier:
+        raise BadInput(
+            f"privacy: count_noise = {count_noise:g} leaves no noise multiplier of {multiplier:.4g} for the uploads: "
+            f"choose more than half of it, {multiplier:.4g} or more, say"
+        )
+    return deviation * remaining_multiplier(multiplier, 2 * count_noise) / multiplier, count_noise / expected
 
 
 def accountant_of(protocol: TrainSettings, clients: int) -> Accountant | None:
@@ -67,6 +101,11 @@ def check_privacy(algorithm: Algorithm, objective: Objective, plan: Plan, record
     if privacy is None:
         return
     privacy.check(algorithm, objective.shared_layers)
+    if privacy.debias and algorithm.squares is None:
+        raise BadInput(
+            f"privacy: debias is for servers that square the mean (FedAdam, Mime), which {algorithm.card.title} does "
+            "not: leave it out"
+        )
     if protocol.by_examples:
         raise BadInput('privacy: weighting = "examples" lets a large client move the mean by more: weight by "clients"')
     if not isinstance(protocol.aggregation, Mean):
@@ -98,6 +137,15 @@ def check_privacy(algorithm: Algorithm, objective: Objective, plan: Plan, record
         raise BadInput(f"privacy: {told[0]} publishes figures of single clients without noise: leave it out")
 
 
+def warn_of_inexact_replays(device: torch.device, *, deterministic: bool) -> None:
+    """Warn that a killed run on a GPU may not be resumed, because its means differ in the last bits."""
+    if device.type == "cuda" and not deterministic:
+        log.warning(
+            "privacy: on a GPU a killed run may compute other last bits and is refused then: give deterministic=True "
+            "(run.deterministic), so that it can be resumed"
+        )
+
+
 def published(row: Mapping[str, Any], plan: Plan, accountant: Accountant) -> dict[str, Any]:
     """Return a row without what the clients' data can be seen in, and with ε.
 
@@ -109,14 +157,40 @@ def published(row: Mapping[str, Any], plan: Plan, accountant: Accountant) -> dic
         for name in ("bytes_down", "bytes_up", "paper_bytes", "clients"):
             if name in public:
                 public[name] = round(public[name] * expected / row["clients"])
-    return public | {"epsilon": accountant.epsilon(int(row["round"]))}
+    privacy = plan.protocol.privacy
+    assert privacy is not None
+    return public | {"epsilon": _spent(accountant, privacy, int(row["round"]), is_released=True)}
 
 
 def spends_too_much(accountant: Accountant | None, privacy: Privacy | None, round: int) -> bool:
     """Return whether a round would exceed the budget of a run, if it has one."""
     if accountant is None or privacy is None or privacy.epsilon is None:
         return False
-    return accountant.epsilon(round) > privacy.epsilon
+    return _spent(accountant, privacy, round, is_released=False) > privacy.epsilon
+
+
+def refuse_spent(privacy: Privacy | None) -> None:
+    """Refuse a federation that starts again in a new folder without a budget for its first round."""
+    releases = None if privacy is None or privacy.noise is None else privacy.noise.releases
+    if releases is not None and (count := sum(releases.counts().values())):
+        raise BadInput(
+            f"privacy: the budget is spent: this federation has released {plural(count, 'round')} into another folder; "
+            "resume that one, or choose another train.seed, for a new run with a budget of its own"
+        )
+
+
+def _spent(accountant: Accountant, privacy: Privacy, round: int, *, is_released: bool) -> float:
+    """Return ε after a round; in a federation, of all releases with this noise, also into other folders.
+
+    `is_released`: the ledger has the round's last release; otherwise there will be one more.
+    """
+    releases = None if privacy.noise is None else privacy.noise.releases
+    if releases is None or not releases.can_repeat:
+        return accountant.epsilon(round)
+    counts = releases.counts()
+    if not is_released:
+        counts[round] = counts.get(round, 0) + 1
+    return accountant.epsilon(len(counts), [count - 1 for count in counts.values() if count > 1])
 
 
 def _participation(protocol: TrainSettings, privacy: Privacy) -> dict[str, Any]:
@@ -130,9 +204,13 @@ def _participation(protocol: TrainSettings, privacy: Privacy) -> dict[str, Any]:
     }
 
 
-def _secret(privacy: Privacy) -> bytes:
-    """Return the secret of the noise; make it if there is none."""
+def _secret_path(privacy: Privacy) -> Path:
     path = Path(privacy.secret).expanduser() if privacy.secret else state_folder() / "privacy.key"
+    return path.resolve()  # a link to a secret has its ledger
+
+
+def _secret(path: Path) -> bytes:
+    """Return the secret of the noise; make it if there is none."""
     if not path.exists():
         with writing_to(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -56,7 +56,14 @@ from lamina.training.metrics import ACCURACY, LOSS, Metric, client_mean
 from lamina.training.preflight import check_evaluation, check_model, check_run
 from lamina.training.preflight.inputs import warn_of_padding
 from lamina.training.preflight.targets import check_settings
-from lamina.training.privacy import accountant_of, check_privacy, published, spends_too_much, with_noise
+from lamina.training.privacy import (
+    accountant_of,
+    check_privacy,
+    published,
+    spends_too_much,
+    warn_of_inexact_replays,
+    with_noise,
+)
 from lamina.training.timing import catch_up, timed, timeline_of
 
 log = logging.getLogger(__name__)
@@ -163,6 +170,7 @@ class Training:
             figures |= {"trust_ratios": options.trust_ratios, "diagnostics": options.diagnostics}
             check_privacy(algorithm, self.objective, self.plan, figures)
             identity = of_run(algorithm, self.objective, self.plan, self.train_data)
+            warn_of_inexact_replays(device, deterministic=options.deterministic)
             self.protocol = protocol = with_noise(protocol, self.plan.clients.count, identity)
             self.plan = Plan(self.reserved.training, protocol)
         self.accountant = accountant_of(protocol, self.plan.clients.count)

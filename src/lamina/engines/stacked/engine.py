@@ -219,14 +219,21 @@ class Stacked:
         if channel.has_codecs:
             losses = losses + 0 * torch.stack(row_sums(sent)).sum(0)  # a codec may lose a NaN: this does not
             sent, record = self._pass_channel(now, chunk, sent, record)
-        if self.protocol.privacy is not None:
-            sent = self.protocol.privacy.clip(sent)
+        within, privacy = torch.zeros_like(losses, dtype=torch.float64), self.protocol.privacy
+        if privacy is not None:
+            bound = None
+            if (start := privacy.adaptive_bound) is not None:
+                bounds = {e: member.state.clip_bound or start for e, member in members.items()}
+                bound = per_member(chunk, bounds, within)
+                within = privacy.within(sent, bound)
+            sent = privacy.clip(sent, bound)
         return Trained(
             losses=losses / send(steps, self.objective.device),
             sent=sent,
             up=sent if relative is None else undo_weighting(algorithm, sent, relative),
             client=on_device(record, home),
             buffers=self.objective.shared_buffers(buffers),
+            within=within,
             ratios=algorithm.trust_ratios(local) if self.record_trust_ratios else None,
             row_weights=row_weights,
         )
@@ -274,12 +281,12 @@ class Stacked:
         distances, between = chunk_distances(chunk, up.delta, now.sums, totals, self._to_layout)
         checks = [trained.losses, *row_sums(up._replace(delta=None)), *row_sums(client)]
         check = torch.stack([distances, *(total.to(distances.device) for total in checks)]).sum(0)
-        by_row = torch.stack([trained.losses, distances, check])
+        by_row = torch.stack([trained.losses, distances, check, trained.within])
         numbers = torch.cat([by_row.double().flatten(), between, *(step.measured for step in steps.values())])
         if numbers.is_cuda:
             self.feed.look_ahead(now, chunk)
         of_rows, gaps, of_steps = np.split(np.array(numbers.tolist()), np.cumsum([by_row.numel(), len(between)]))
-        loss, spread, checked = of_rows.reshape(3, len(chunk))
+        loss, spread, checked, within = of_rows.reshape(4, len(chunk))
         is_finite = np.isfinite(checked)
         if not is_finite.all():
             # without the distances: the square of a finite number may be too large for float32
@@ -297,6 +304,7 @@ class Stacked:
         for e, gap in zip(dict.fromkeys(owner.tolist()), gaps, strict=True):
             mine = is_finite & (owner == e)
             now.sums[e].loss += float(np.dot(weight[mine], loss[mine]))
+            now.sums[e].within += float(np.dot(weight[mine], within[mine]))
             now.sums[e].add_spread(float(weight[mine].sum()), float(np.dot(weight[mine], spread[mine])), float(gap))
         keeps_rows = keeps_state or uploads or trained.ratios is not None
         for r in np.flatnonzero(is_finite).tolist() if keeps_rows else ():
@@ -407,7 +415,8 @@ class Stacked:
         buffers = {n: torch.zeros_like(b) for n, b in shared.items() if b.is_floating_point()}
         steps = float(np.dot(weights, member.plan.steps))
         protocol = member.protocol
-        means: dict[str, Any] = {name: getattr(protocol, name) for name in ("aggregation", "channel", "privacy")}
+        means: dict[str, Any] = {name: getattr(protocol, name) for name in ("aggregation", "channel")}
+        means["privacy"] = protocol.privacy and protocol.privacy.at(member.state.clip_bound)
         return RoundSums(buffers=buffers, steps=steps, weights=weights, **means)
 
     # --- gradients over all data ----------------------------------------------------------------------------------

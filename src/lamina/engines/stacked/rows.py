@@ -80,6 +80,7 @@ class Trained(NamedTuple):
     up: Any  # the uploads as they enter the mean
     client: Any  # what the clients keep
     buffers: Buffers
+    within: Tensor  # 1 for uploads within an adaptive bound, else 0; of double precision
     ratios: Tensor | None  # trust ratios, if they are recorded
     row_weights: tuple[list[int], Tensor]  # members, and every row's weight in each one's mean
 
