@@ -101,9 +101,11 @@ def _amounts(plan: Plan, cohort: Indices, row: Mapping[str, Any], has_sizes: boo
     protocol = plan.protocol
     if has_sizes:
         sizes, steps = plan.amounts(cohort)
-        if steps.sum() == row["steps"]:
+        if steps.sum() == row.get("steps", steps.sum()):
             return sizes, steps
-    steps = np.full(len(cohort), row["steps"] / len(cohort))
+    # a run with differential privacy has no column of steps, but `local_steps`
+    total = row["steps"] if "steps" in row else (protocol.local_steps or 0) * len(cohort)
+    steps = np.full(len(cohort), total / len(cohort))
     if protocol.local_steps is not None:
         return None, steps
     return steps / (protocol.epochs or 1) * (protocol.batch_size or 1), steps
