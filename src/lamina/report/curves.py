@@ -16,6 +16,7 @@ from lamina.storage.identity import json_digest
 SEED = "train.seed"
 NOISE = "privacy.noise_id"  # follows from the seed
 RATE = "train.lr"
+CODEC = "channel.codec"
 Flat = dict[str, Any]
 LONGEST_LABEL = 70  # characters; longer ones name no more than tells the curves apart
 # the keys that a label names first
@@ -148,7 +149,7 @@ def _label(title: str, flat: Flat, keys: list[str]) -> str:
 
 def _in_label(key: str, name: str, value: Any) -> str:
     """Return a setting as a label says it."""
-    if key == "channel.codec":
+    if key == CODEC:
         return as_channel(value).label
     if key == "channel.feedback":
         return "feedback" if value else "no feedback"
@@ -156,4 +157,4 @@ def _in_label(key: str, name: str, value: Any) -> str:
 
 
 def _is_list(key: str, identities: list[Flat]) -> bool:
-    return any(isinstance(flat.get(key), list) for flat in identities)
+    return key != CODEC and any(isinstance(flat.get(key), list) for flat in identities)
