@@ -38,8 +38,8 @@ secret = "secret.key"
 """
 ROUNDS, SEEDS = 11, 2
 LABELS = [f"{method}{rest}" for method in ("fedavg", "fedlada")
-          for rest in ("", ", sign, feedback", ", epsilon 8", ", epsilon 2")]  # fmt: skip
-RUNS = [f"{label.replace(', ', '_').replace(' ', '_')}/seed{seed}" for label in LABELS for seed in range(SEEDS)]
+          for rest in ("", " with sign and feedback", " with epsilon 8", " with epsilon 2")]  # fmt: skip
+RUNS = [f"{label.replace(' ', '_')}/seed{seed}" for label in LABELS for seed in range(SEEDS)]
 
 
 def make(folder, *overrides):

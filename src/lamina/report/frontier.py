@@ -39,13 +39,6 @@ class Point:
     seconds: Mapping[str, float]  # in all, by clock
     seconds_to_target: Mapping[str, float]  # NaN if some seed does not stay there
 
-    @property
-    def text(self) -> str:
-        """Return the point in words: ``fedlada with qsgd 8 bits``."""
-        channel = "" if self.channel == "none" else f" with {self.channel.replace(', ', ' and ')}"
-        noise = "" if math.isinf(self.epsilon) else f"{' and' if channel else ' with'} ε = {significant(self.epsilon)}"
-        return f"{self.method}{channel}{noise}"
-
 
 @dataclass(frozen=True)
 class Frontier:
@@ -69,7 +62,7 @@ class Frontier:
 
     def tables(self) -> list[Table]:
         """Return the table of all points and, with a target and clocks, that of the fastest ones."""
-        fastest = [[clock, "–" if best is None else best.text, self._seconds(best, clock)]
+        fastest = [[clock, "–" if best is None else best.trial.name, self._seconds(best, clock)]
                    for clock, best in self.fastest().items()]  # fmt: skip
         return [
             self.table(),
@@ -124,7 +117,9 @@ class Frontier:
         if not any(fastest.values()):
             rounds = max((point.cost.limit for point in self.points), default=0)
             return f"no method stays at {self.goal}: {rounds_text(math.nan, rounds)}" if fastest else ""
-        parts = [f"on {clock}: {best.text}, {self._seconds(best, clock)} s" for clock, best in fastest.items() if best]
+        parts = [
+            f"on {clock}: {best.trial.name}, {self._seconds(best, clock)} s" for clock, best in fastest.items() if best
+        ]
         return f"fastest to {self.goal} {'; '.join(parts)}"
 
     @staticmethod

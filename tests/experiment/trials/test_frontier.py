@@ -32,10 +32,10 @@ def test_codecs_and_levels_of_privacy_are_not_combined(here):
     ]  # fmt: skip
     only = read("frontier.channels=['qsgd']", "channel.codec=bf16", "compare.algorithms=['fedavg']")
     assert [entry.label for entry in entries_of(only)] == [
-        "fedavg, qsgd 8 bits", "fedavg, bf16, epsilon 8", "fedavg, bf16, epsilon 2"
+        "fedavg with qsgd 8 bits", "fedavg with bf16 and epsilon 8", "fedavg with bf16 and epsilon 2"
     ]  # fmt: skip
     own = read("frontier={clocks=['lan']}", "channel.codec=bf16", "compare.algorithms=['fedavg']")
-    assert [entry.label for entry in entries_of(own)] == ["fedavg, bf16"]
+    assert [entry.label for entry in entries_of(own)] == ["fedavg with bf16"]
 
 
 def test_every_entry_is_trained_as_its_method_with_its_codec_or_noise(here):
@@ -44,7 +44,7 @@ def test_every_entry_is_trained_as_its_method_with_its_codec_or_noise(here):
     compared = as_comparison(read(*options))
     grid = compared.compare.grid
     assert [grid[label].lr for label in compared.compare.algorithms] == [[0.1, 0.2]] * 4
-    coarse, noised = (with_algorithm(compared, f"mine, {what}") for what in ("sign, feedback", "epsilon 2"))
+    coarse, noised = (with_algorithm(compared, f"mine with {what}") for what in ("sign and feedback", "epsilon 2"))
     assert coarse.algorithm.name == noised.algorithm.name == "fedlada"
     assert coarse.algorithm.options()["alpha"] == noised.algorithm.options()["alpha"] == 0.3
     assert (coarse.channel.codec[0]["name"], coarse.channel.feedback, coarse.privacy) == ("sign", True, None)
@@ -56,7 +56,9 @@ def test_every_entry_is_trained_as_its_method_with_its_codec_or_noise(here):
 def test_the_runs_and_what_the_folder_says_of_them(here):
     study = make("f")
     assert sorted(str(run.relative_to("f")) for run in study.runs) == sorted(RUNS)
-    signed, noised = (read_record(Path("f", name, "seed1")) for name in ("fedavg_sign_feedback", "fedlada_epsilon_2"))
+    signed, noised = (
+        read_record(Path("f", name, "seed1")) for name in ("fedavg_with_sign_and_feedback", "fedlada_with_epsilon_2")
+    )
     assert signed.config["channel"]["feedback"] is True
     assert "privacy" not in signed.config
     assert "epsilon" not in signed.history.columns

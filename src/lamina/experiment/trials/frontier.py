@@ -30,10 +30,11 @@ class Entry(NamedTuple):
         """Return its name in the comparison, which names its folder.
 
         >>> Entry("fedavg", as_channel("sign")).label, Entry("fedavg", as_channel("none"), 8.0).label
-        ('fedavg, sign', 'fedavg, epsilon 8')
+        ('fedavg with sign', 'fedavg with epsilon 8')
         """
-        channel = [] if self.channel == Channel() else [self.channel.label]
-        return ", ".join([self.method, *channel, *([] if self.epsilon is None else [f"epsilon {self.epsilon:g}"])])
+        parts = [] if self.channel == Channel() else self.channel.label.split(", ")
+        parts += [] if self.epsilon is None else [f"epsilon {self.epsilon:g}"]
+        return self.method + (f" with {' and '.join(parts)}" if parts else "")
 
 
 def section_of(experiment: Experiment) -> FrontierSection:
