@@ -245,6 +245,13 @@ def test_bad_input_is_one_line(given, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_channel_in_words():
+    chained = [{"name": "topk", "share": 0.05}, {"name": "qsgd", "bits": 4, "bucket": 64}]
+    given = {"codec": chained, "fields": {"v": "bf16", "m": "none"}, "feedback": True, "down": "bf16"}
+    assert as_channel(given).label == "topk 5% then qsgd 4 bits bucket=64, v bf16, m none, feedback, down bf16"
+    assert [as_channel(each).label for each in ("none", "sign", "sketch")] == ["none", "sign", "sketch 10%"]
+
+
 def test_a_file_and_its_record_say_the_same(tmp_path):
     (tmp_path / "e.toml").write_text(
         '[train]\nrounds = 2\n[channel]\nfeedback = true\ncodec = [{name = "topk", share = 0.1}, "qsgd"]\n'

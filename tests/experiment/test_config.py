@@ -35,6 +35,7 @@ def test_an_override_without_a_key_or_a_value_is_one_line(override):
     [
         ({"run": {"lr": 0.1}}, "mine.toml: [run] has no key 'lr'; did you mean 'train.lr'?"),
         ({"tran": {}}, "mine.toml: the file has no key 'tran'; did you mean 'train'?"),
+        ({"privacy": {"bound": 1, "delta": 1e-5, "epsilons": [8]}}, "[privacy] has no key 'epsilons'; did you mean"),
         ({"compare": 3}, "mine.toml: compare = 3: must be a table"),
         ({"compare": {"algorithms": "fedavg"}}, "mine.toml: compare.algorithms = 'fedavg': must be a list"),
         ({"train": {"lr": 0, "rounds": 0}}, "(and 1 more)"),

@@ -25,6 +25,26 @@ def test_an_algorithms_options_are_compared_with_its_own_kind(tmp_path):
     assert [c.name for c in curves_in(tmp_path)] == ["FedAvg (Fed-SGD)", "FedLADA, alpha 0.1", "FedLADA, alpha 0.2"]
 
 
+def test_codecs_and_noise_are_named_in_words_and_the_noise_of_single_seeds_is_not(tmp_path):
+    for seed in (0, 1):
+        privacy = {"bound": 1.0, "delta": 1e-5, "epsilon": 8.0, "noise_multiplier": 3.1, "noise_id": f"id{seed}"}
+        write_run(tmp_path / f"private{seed}", [0.5], seed=seed, privacy=privacy)
+    for feedback in (True, False):
+        channel = {"codec": [{"name": "qsgd", "bits": 4, "bucket": 512}], "fields": {}, "feedback": feedback}
+        write_run(tmp_path / f"coarse{feedback}", [0.5], channel=channel)
+    write_run(tmp_path / "plain", [0.5])
+    curves = {curve.name: len(curve.records) for curve in curves_in(tmp_path)}
+    assert curves == {
+        f"FedAvg (Fed-SGD){what}": seeds
+        for what, seeds in {
+            "": 1,
+            ", qsgd 4 bits, feedback": 1,
+            ", qsgd 4 bits, no feedback": 1,
+            ", epsilon 8": 2,
+        }.items()
+    }
+
+
 def test_a_repeated_run_counts_once(tmp_path):
     write_run(tmp_path / "short", [0.5], rounds=3)
     write_run(tmp_path / "long", [0.5, 0.6, 0.7])

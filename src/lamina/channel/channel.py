@@ -26,7 +26,7 @@ from lamina.algorithms.rehearsal import sent_vectors
 from lamina.base import rng
 from lamina.base.errors import BadInput, short_repr, unknown
 from lamina.base.registry import field_values, refuse_unknown_options
-from lamina.channel.codecs import Codecs, Part, Streams, as_codecs, decode, encode, floats, name_of
+from lamina.channel.codecs import Codec, Codecs, Part, Streams, as_codecs, decode, encode, floats, name_of
 from lamina.objective.layers import Layers
 
 NO_CODEC = "none"
@@ -101,6 +101,16 @@ class Channel:
     def has_codecs(self) -> bool:
         """Whether any field passes a codec."""
         return bool(self.codec) or any(self.fields.values())
+
+    @property
+    def label(self) -> str:
+        """The channel in words.
+
+        >>> as_channel({"codec": {"name": "qsgd", "bits": 4}, "feedback": True}).label, OPEN.label
+        ('qsgd 4 bits, feedback', 'none')
+        """
+        parts = [_words(self.codec), *(f"{name} {_words(codecs)}" for name, codecs in self.fields.items())]
+        return ", ".join([*parts, *["feedback"] * self.feedback, *([f"down {self.down}"] if self.down else [])])
 
     def check(self, algorithm: Algorithm, layers: Layers) -> None:
         """Refuse codecs for fields that the algorithm does not send."""
@@ -225,6 +235,21 @@ def _codecs(given: Any) -> Codecs:
 
 def _tables(codecs: Codecs) -> list[dict[str, Any]]:
     return [{"name": name_of(codec)} | field_values(codec) for codec in codecs]
+
+
+def _words(codecs: Codecs) -> str:
+    return " then ".join(map(_codec_words, codecs)) or NO_CODEC
+
+
+def _codec_words(codec: Codec) -> str:
+    """Return a codec's name, its bits or share, and the other options that differ from their defaults."""
+    default, parts = field_values(type(codec)()), [name_of(codec)]
+    for name, value in field_values(codec).items():
+        if name in ("bits", "share"):
+            parts.append(f"{value} bits" if name == "bits" else f"{100 * value:g}%")
+        elif value != default[name]:
+            parts.append(f"{name}={value}")
+    return " ".join(parts)
 
 
 def _as_read(route: Route, got: Tensor, down: Any) -> Tensor:

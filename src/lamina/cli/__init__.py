@@ -25,6 +25,7 @@ from lamina.cli import (  # noqa: F401 (a module's commands enter the app when i
     doctor,
     export,
     flower,
+    frontier,
     listing,
     predict,
     report,

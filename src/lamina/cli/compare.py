@@ -53,12 +53,7 @@ def compare(
     from lamina.experiment.trials.compare import count_runs
     from lamina.experiment.trials.trial import refuse_all_diverged
 
-    chosen = list(overrides or [])
-    if names is not None:
-        chosen.append(f"compare.algorithms={[name.strip() for name in names.split(',') if name.strip()]}")
-    if seeds is not None:
-        chosen.append(f"compare.seeds={seeds}")
-    experiment = load(file, chosen)
+    experiment = load(file, chosen_settings(overrides, names, seeds))
     if baseline is not None and baseline not in experiment.compare.algorithms:
         raise unknown("algorithm in this comparison", baseline, experiment.compare.algorithms)
     path = out_folder or Path("runs") / f"{file.stem}-compare"
@@ -80,6 +75,16 @@ def demo() -> None:
     compare(Path(__file__).with_name("demo.toml"))
 
 
+def chosen_settings(overrides: list[str] | None, names: str | None, seeds: int | None) -> list[str]:
+    """Return the keys that a command's options set: `--set`, `--algorithms` and `--seeds`."""
+    chosen = list(overrides or [])
+    if names is not None:
+        chosen.append(f"compare.algorithms={[name.strip() for name in names.split(',') if name.strip()]}")
+    if seeds is not None:
+        chosen.append(f"compare.seeds={seeds}")
+    return chosen
+
+
 def run_comparison(
     experiment: Experiment,
     path: Path,
@@ -88,28 +93,36 @@ def run_comparison(
     tensorboard: bool = False,
     baseline: str | None = None,
 ) -> tuple[Comparison, bool]:
-    """Run a comparison and show it; return it and whether it was finished, not stopped.
+    """Run a comparison and show it; return it and whether it was finished, not stopped."""
+    from lamina.experiment.trials.compare import Comparison
+
+    comparison = Comparison(experiment, path, stop=stop, overwrite=overwrite, tensorboard=tensorboard)
+    finished = train(comparison, stop)
+    if comparison.entries and this_worker().number == 1:
+        show(comparison, baseline)
+    return comparison, finished
+
+
+def train(comparison: Comparison, stop: base.Stop) -> bool:
+    """Run a comparison; return whether it was finished, not stopped.
 
     Progress is a bar for every algorithm on a terminal, else a line for every run that has ended.
     """
     from lamina.api.results import follow
-    from lamina.experiment.trials.compare import Comparison
+
+    spec = comparison.experiment.compare
 
     def print_end(job: Job, record: Record) -> None:
         which = f"tuning {job.label}, {plural(job.rounds, 'round')}" if job.tuning else job.label
-        data = experiment.compare.select if job.tuning else "test"
+        data = spec.select if job.tuning else "test"
         print_ending(which, record, f"final {data} {record.history.metric}")
 
-    comparison = Comparison(experiment, path, stop=stop, overwrite=overwrite, tensorboard=tensorboard)
-    with stop, base.round_bars(experiment.compare.algorithms) as bars:
+    with stop, base.round_bars(spec.algorithms) as bars:
         follow(comparison, bars)
         if not bars.live:
             comparison.on_end = print_end
         comparison.on_wait = print_wait
-        finished = comparison.run()
-    if comparison.entries and this_worker().number == 1:
-        show(comparison, baseline)
-    return comparison, finished
+        return comparison.run()
 
 
 def print_wait(runs: int) -> None:

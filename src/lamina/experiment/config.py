@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
@@ -32,7 +32,7 @@ from lamina.experiment.objects import Objects
 from lamina.experiment.sections import Data, Fraction, Named, default_name
 from lamina.experiment.toml import read_tree, set_keys
 from lamina.objective.losses import LOSSES
-from lamina.rounds.clock import Clock
+from lamina.rounds.clock import Clock, make_clock
 from lamina.rounds.settings import TrainSettings
 
 NO_OBJECTS = Objects()  # one for all experiments, so that two with the same settings are equal
@@ -215,6 +215,34 @@ class Compare(_Section):
         return str(self.options.get(label, {}).get("name", label))
 
 
+def _all_differ(key: str, read: Callable[[Any], Any]) -> AfterValidator:
+    """Return the check that a list of `[frontier]` has only values that can be read, each once."""
+
+    def check(given: list[Any]) -> list[Any]:
+        try:
+            values = list(map(read, given))
+        except BadInput as error:
+            raise PydanticCustomError("options", "frontier.{key}: {line}", {"key": key, "line": str(error)}) from error
+        for place, value in enumerate(values):
+            if value in values[:place]:
+                same = {"key": key, "value": short_repr(given[place])}
+                raise PydanticCustomError("options", "frontier.{key}: {value} is the same as one before it", same)
+        return given
+
+    return AfterValidator(check)
+
+
+class FrontierSection(_Section):
+    """The `[frontier]` section: what each method of `[compare]` is trained with, and on which networks it is timed."""
+
+    # each as the `channel` of a simulation; None: that of [channel]
+    channels: Annotated[NotEmpty[Any], _all_differ("channels", as_channel)] | None = None
+    # levels of privacy, which are trained with the codec of [channel]
+    epsilons: Annotated[NotEmpty[Positive], _all_differ("epsilons", float)] | None = None
+    clocks: Annotated[NotEmpty[str], _all_differ("clocks", make_clock)] | None = None  # names
+    step_seconds: Annotated[float, Field(ge=0)] = 0.0  # for the gradient of one mini-batch, on all clocks
+
+
 class Tune(_Section):
     """The `[tune]` section: values to try, and the data to choose the best on."""
 
@@ -264,6 +292,7 @@ class Experiment(_Section):
         ClockSection | None, BeforeValidator(lambda clock: {"name": clock} if isinstance(clock, str) else clock)
     ] = None
     compare: Compare = Compare()
+    frontier: FrontierSection | None = Field(default=None, exclude=True)  # the folder of all its runs has it
     tune: Tune = Field(default=Tune(), exclude=True)  # a run's configuration does not say what else was tried
     claim: list[Claim] = Field(default=[], exclude=True)  # changes nothing in a run, so no run's folder depends on it
     _objects: Objects = PrivateAttr(default_factory=lambda: NO_OBJECTS)  # passed from Python: no file holds them
@@ -348,6 +377,8 @@ def _one_line(error: ValidationError) -> str:
         model: Any = Experiment
         for name in place[:-1]:  # a number is a place in a list of sections
             model = get_args(model)[0] if name.isdigit() else model.model_fields[name].annotation
+            if type(None) in get_args(model):  # a section that may be left out
+                model = get_args(model)[0]
         known = list(model.model_fields)
         where = f"[{'.'.join(place[:-1])}]" if place[:-1] else "the file"
         hint = nearest(place[-1], known, {name: f"; did you mean '{key}'?" for name, key in key_places().items()})

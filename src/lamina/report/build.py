@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from lamina.experiment.runs.records import Record, find_records, read_json
 from lamina.experiment.trials.trial import Trial
 from lamina.report import tables
 from lamina.report.curves import folder_name, group, text, without_repeats
+from lamina.report.frontier import Frontier, read_frontier
 from lamina.report.rates import Response, rates_table, responses
 from lamina.rounds.clock import Clock
 from lamina.training.metrics import is_percent
@@ -34,6 +35,7 @@ class Report:
     targets: list[float]
     baseline: int  # index of the curve that ratios refer to: FedAvg, or else the first
     notes: list[str]  # what a reader should know about the runs
+    frontiers: list[Frontier] = field(default_factory=list)  # of the folders that hold one
 
     @property
     def metric(self) -> str:
@@ -48,6 +50,7 @@ class Report:
             rates_table(self.responses),
             *tables.config_tables(self.curves),
             *tables.runs_tables(self.curves),
+            *(table for frontier in self.frontiers for table in frontier.tables()),
         ]
         return [table for table in every if table.rows]
 
@@ -107,6 +110,7 @@ def build(
         sorted(set(targets)) or tables.default_targets(curves),
         _baseline(curves, baseline),
         notes,
+        [frontier for frontier in map(read_frontier, folders) if frontier is not None and frontier.points],
     )
 
 

@@ -7,20 +7,24 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lamina.base.text import printable
+from lamina.channel.channel import as_channel
 from lamina.experiment.runs.records import Record, flatten
 from lamina.experiment.trials.settings import short_names
 from lamina.experiment.trials.trial import Trial
 from lamina.storage.identity import json_digest
 
 SEED = "train.seed"
+NOISE = "privacy.noise_id"  # follows from the seed
 RATE = "train.lr"
+CODEC = "channel.codec"
 Flat = dict[str, Any]
 LONGEST_LABEL = 70  # characters; longer ones name no more than tells the curves apart
-WELL_KNOWN = ("data.name", "model.name", "train.lr", "data.partition")  # the keys that a label names first
+# the keys that a label names first
+WELL_KNOWN = ("data.name", "model.name", "train.lr", "data.partition", "channel.", "privacy.epsilon")
 DIGESTS = ("values", "content", "digest")  # the ends of keys that say nothing to a reader
 
 
-def group(runs: Iterable[Record], ignored: Callable[[Record], set[str]] = lambda run: {SEED}) -> list[Trial]:
+def group(runs: Iterable[Record], ignored: Callable[[Record], set[str]] = lambda run: {SEED, NOISE}) -> list[Trial]:
     """Return the curves of some runs, as trials with their label as name: runs of one configuration, one per seed.
 
     `ignored` returns the keys of a run that separate no curves.
@@ -140,10 +144,17 @@ def _label(title: str, flat: Flat, keys: list[str]) -> str:
     """Return a title with the values of some keys, without those that the run lacks, as options of another model."""
     names = dict(zip(keys, short_names(keys), strict=True))
     shown = [key for key in flat if key in names]
-    return ", ".join(
-        [title, *(text(flat[key]) if key.endswith(".name") else f"{names[key]} {text(flat[key])}" for key in shown)]
-    )
+    return ", ".join([title, *(_in_label(key, names[key], flat[key]) for key in shown)])
+
+
+def _in_label(key: str, name: str, value: Any) -> str:
+    """Return a setting as a label says it."""
+    if key == CODEC:
+        return as_channel(value).label
+    if key == "channel.feedback":
+        return "feedback" if value else "no feedback"
+    return text(value) if key.endswith(".name") else f"{name} {text(value)}"
 
 
 def _is_list(key: str, identities: list[Flat]) -> bool:
-    return any(isinstance(flat.get(key), list) for flat in identities)
+    return key != CODEC and any(isinstance(flat.get(key), list) for flat in identities)

@@ -12,6 +12,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
@@ -19,14 +20,17 @@ from lamina.data.drawing import partition_picture
 from lamina.experiment.trials.settings import written
 from lamina.experiment.trials.trial import Trial
 from lamina.report.build import Report
+from lamina.report.frontier import Frontier, Point, noise_free, pareto
 from lamina.report.rates import Response, drawn_scores, metrics_in
-from lamina.report.tables import CLOCK, MEGABYTES, Unit, has_clock, metric_of, unit_of_bytes
-from lamina.training.history import History, mean
+from lamina.report.tables import CLOCK, MEGABYTES, Unit, has_clock, metric_of, significant, unit_of_bytes
+from lamina.training.history import History, mean, score_key
 from lamina.training.metrics import is_metric, is_percent, with_unit
 
 # Okabe & Ito's colours, which colour-blind readers can tell apart; more lines than colours differ in their dashes.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F")
 DASHES = ("-", "--", ":", "-.")
+MARKERS = "os^Dv<>PX*hpd8"
+MOST_PANELS_IN_A_ROW, MOST_PANEL_LABELS = 3, 5
 LEGEND_INSIDE_UP_TO = 6  # entries; a longer legend would hide the curves
 MOST_RATE_LABELS = 7  # below a figure of this width
 MOST_ROUNDS_DRAWN = 1000  # of a curve
@@ -267,7 +271,7 @@ def _draw_response(axes: Axes, response: Response, style: dict[str, Any]) -> Non
     axes.plot(rates, scores, marker="o", markersize=4, label=response.label, **line)
 
 
-def rates_to_label(rates: Sequence[float]) -> list[float]:
+def rates_to_label(rates: Sequence[float], most: int = MOST_RATE_LABELS) -> list[float]:
     """Return the rates that have room for a label on a logarithmic axis: both ends, and others between.
 
     >>> rates_to_label([0.1, 0.101, 0.001, 0.01, 0.01]), rates_to_label([])
@@ -276,12 +280,75 @@ def rates_to_label(rates: Sequence[float]) -> list[float]:
     every = sorted(set(rates))
     if len(every) < 3:
         return every
-    apart = (math.log(every[-1]) - math.log(every[0])) / MOST_RATE_LABELS
+    apart = (math.log(every[-1]) - math.log(every[0])) / most
     kept = every[:1]
     for rate in every[1:-1]:
         if min(math.log(rate) - math.log(kept[-1]), math.log(every[-1]) - math.log(rate)) >= apart:
             kept.append(rate)
     return [*kept, every[-1]]
+
+
+@matplotlib.rc_context(STYLE)
+def frontier_figure(frontier: Frontier) -> Figure:
+    """Draw the final values against bytes, seconds on every clock and ε: a colour for a method, a marker for a codec.
+
+    A line joins the points of a method that none of its others beats.
+    """
+    unit = unit_of_bytes([point.trial for point in frontier.points])
+    points = [point for point in frontier.points if not math.isnan(point.score)]
+    panels: list[tuple[str, list[tuple[Point, float]]]] = []  # the title, and points with their costs
+    open_points = noise_free(points)
+    panels.append((f"{unit.name} sent, both directions", [(each, each.bytes / unit.bytes) for each in open_points]))
+    panels += [
+        (f"seconds in all, {clock}", [(each, each.seconds[clock]) for each in open_points]) for clock in frontier.clocks
+    ]
+    if frontier.has_noise:
+        panels.append(("ε: smaller is safer", [(each, each.epsilon) for each in points if math.isfinite(each.epsilon)]))
+    columns = min(len(panels), MOST_PANELS_IN_A_ROW)
+    rows = -(-len(panels) // columns)
+    figure = Picture(figsize=(1.2 + 3.6 * columns, 0.4 + 3 * rows), layout="constrained")
+    places = np.ravel(figure.subplots(rows, columns, squeeze=False))
+    methods = list(dict.fromkeys(point.method for point in frontier.points))
+    channels = list(dict.fromkeys(point.channel for point in frontier.points))
+    for axes, (title, costs) in zip(places, panels, strict=False):
+        for index, method in enumerate(methods):
+            own = [(point, cost) for point, cost in costs if point.method == method]
+            _draw_frontier(axes, own, frontier.metric, COLOURS[index % len(COLOURS)], channels)
+        axes.set_xscale("log")
+        ticks = rates_to_label([cost for _, cost in costs], most=MOST_PANEL_LABELS)
+        axes.xaxis.set_major_locator(FixedLocator(ticks))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: significant(value)))
+        axes.minorticks_off()
+        axes.set_xlabel(title)
+        axes.grid(alpha=0.25)
+    for axes in places[1 : 1 + len(frontier.clocks)]:
+        axes.sharey(places[0])
+    for axes in places[len(panels) :]:
+        axes.set_visible(False)
+    for axes in places[::columns]:
+        axes.set_ylabel(f"final {with_unit(frontier.metric)}")
+    keys = [Line2D([], [], color=COLOURS[i % len(COLOURS)], label=method) for i, method in enumerate(methods)]
+    style: Any = {"color": "#444444", "linestyle": "none"}
+    keys += [Line2D([], [], marker=_marker(channels, channel), label=channel, **style) for channel in channels]
+    figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    return figure
+
+
+def _draw_frontier(
+    axes: Axes, costs: Sequence[tuple[Point, float]], metric: str, colour: str, channels: list[str]
+) -> None:
+    """Draw the points of a method, and a line through those that none of its others beats."""
+    scale = 100 if is_percent(metric) else 1
+    kept = pareto([(-score_key(point.score, metric), cost) for point, cost in costs])
+    line = sorted((cost, scale * point.score) for (point, cost), is_kept in zip(costs, kept, strict=True) if is_kept)
+    axes.plot([cost for cost, _ in line], [score for _, score in line], color=colour, linewidth=1.4)
+    for (point, cost), is_kept in zip(costs, kept, strict=True):
+        style: Any = {"color": colour, "alpha": 1.0 if is_kept else 0.4}
+        axes.plot(cost, scale * point.score, marker=_marker(channels, point.channel), **style)
+
+
+def _marker(channels: list[str], channel: str) -> str:
+    return MARKERS[channels.index(channel) % len(MARKERS)]
 
 
 def report_figures(report: Report) -> Iterator[tuple[str, Figure]]:
@@ -294,6 +361,8 @@ def report_figures(report: Report) -> Iterator[tuple[str, Figure]]:
             yield f"{column}-by-{axis.replace('_', '-')}", curve_figure(report.curves, metric, axis)
     if report.responses:
         yield "learning-rates", rates_figure(report.responses)
+    for number, frontier in enumerate(report.frontiers, 1):
+        yield f"frontier-{number}" if len(report.frontiers) > 1 else "frontier", frontier_figure(frontier)
     for number, (title, counts) in enumerate(report.dealt, 1):
         name = f"partition-{number}" if len(report.dealt) > 1 else "partition"
         # the picture does not depend on which samples a client holds: number them client by client, class by class

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Sequence
@@ -24,16 +25,23 @@ from lamina.report.figures import (
     axes_of,
     axis_title,
     by_round,
+    frontier_figure,
+    image_of,
     mean_spent,
     metrics_of,
     spent,
     thinned,
 )
+from lamina.report.frontier import Frontier
 from lamina.report.rates import drawn_scores
 from lamina.report.tables import CLOCK, Table, metric_of, unit_of_bytes
 from lamina.training.history import History
 from lamina.training.metrics import is_percent, smaller_is_better, with_unit
 
+FRONTIER_WORDS = (
+    "Frontier: no other row is as accurate for as few bytes and as small an ε. Faint points: another one of their "
+    "method is more accurate for less. Costs to a target: until all seeds stay there."
+)
 GENERATOR = '<meta name="generator" content="lamina report">'  # marks a page as ours, which may be replaced
 
 
@@ -47,6 +55,7 @@ def html(report: Report) -> str:
         title=escape(report.title),
         summary=f"{plural(len(report.curves), 'curve')} from {plural(count, 'run')} · lamina {escape(__version__)}",
         notes=f'<aside id="notes"><h2>Worth knowing</h2><ul>{notes}</ul></aside>' if notes else "",
+        frontiers="".join(map(frontier_section, report.frontiers)),
         judged=f"Test {with_unit(report.metric)}",
         results=tables["results"],
         rates=tables.get("learning-rates", ""),
@@ -112,6 +121,15 @@ def embed(data: Any) -> str:
 def html_table(table: Table) -> str:
     """Return a table with every cell escaped; page.js adds its buttons."""
     return f'<div class="table" data-name="{table.name}">{plain_table(table.head, table.rows)}</div>'
+
+
+def frontier_section(frontier: Frontier) -> str:
+    """Return the section of a frontier: its figure, its tables and which point is the fastest."""
+    image = base64.b64encode(image_of(frontier_figure(frontier), "png")).decode()
+    picture = f'<img src="data:image/png;base64,{image}" alt="Accuracy against cost" style="width: 100%">'
+    tables = "".join(map(html_table, frontier.tables()))
+    words = f'<p class="small">{escape(FRONTIER_WORDS)}</p>'
+    return f'<section id="frontier"><h2>Frontier</h2>{picture}{tables}{words}</section>'
 
 
 def _curve(curve: Trial, columns: Sequence[str], report: Report) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from lamina.experiment.runs.records import Record
 from lamina.experiment.trials.settings import written
 from lamina.experiment.trials.trial import Trial
 from lamina.experiment.trials.tune import Tuning
-from lamina.report.curves import RATE, SEED, algorithm_of, group
+from lamina.report.curves import NOISE, RATE, SEED, algorithm_of, group
 from lamina.report.tables import NONE, Table, metric_of, score_text
 from lamina.training.history import values
 from lamina.training.metrics import with_unit
@@ -86,9 +86,9 @@ def tuning_responses(tuning: Tuning) -> list[Response]:
 def _tried_keys(run: Record) -> set[str]:
     """Return the seed and the keys whose values are tried: the rate, and in a tuning run options of the algorithm."""
     if not run.tuning:
-        return {SEED, RATE}
+        return {SEED, NOISE, RATE}
     # Rounds: tuning may stop all but the best settings early.
-    return {SEED, RATE, "train.rounds", *(f"algorithm.{name}" for name in _options_in_grid(run))}
+    return {SEED, NOISE, RATE, "train.rounds", *(f"algorithm.{name}" for name in _options_in_grid(run))}
 
 
 def _options_in_grid(run: Record) -> list[str]:

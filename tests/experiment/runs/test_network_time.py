@@ -60,6 +60,26 @@ def test_a_finished_run_takes_what_it_would_have_recorded(tmp_path, algorithm, m
     assert timed.history.column("train_loss") == expected.history.column("train_loss")
 
 
+def test_a_private_run_that_does_not_say_how_many_clients_took_part(tmp_path):
+    privacy = {"bound": 1.0, "noise_multiplier": 1.0, "delta": 1e-3, "secret": str(tmp_path / "secret.key")}
+    more = {"privacy": privacy, "local_steps": 3, "sampling": "bernoulli", "participation": 5 / 9}
+    expected = read_record(make(tmp_path / "run", "fedavg", clock=CLOCK, **more))
+    assert set(expected.history.column("clients")) == {5}
+    forget(tmp_path / "run", "clock")
+    timed = with_clock(read_record(tmp_path / "run"), lamina.Clock(**CLOCK))
+    assert column(timed) == pytest.approx(column(expected), rel=1e-9)
+
+
+@pytest.mark.parametrize("partition", [True, False])
+def test_a_private_run_that_does_not_say_its_steps(tmp_path, partition):
+    privacy = {"bound": 1.0, "noise_multiplier": 1.0, "delta": 1e-3, "secret": str(tmp_path / "secret.key")}
+    run = make(tmp_path / "run", "fedavg", privacy=privacy, local_steps=3)
+    forget(run, partition=partition)
+    record = read_record(run)
+    assert "steps" not in record.history.columns
+    assert column(with_clock(record, lamina.Clock(step_seconds=0.5))) == [1.5, 3.0, 4.5, 6.0, 7.5]
+
+
 def test_the_cohorts_of_a_run_that_did_not_wait_for_all(tmp_path):
     choosing = CLOCK | {"deadline": 4.0, "over_select": 1.4}
     expected = read_record(make(tmp_path / "run", "mimelamb", clock=choosing))

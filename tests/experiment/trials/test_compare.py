@@ -245,6 +245,39 @@ def test_live_bars_on_a_terminal(here, monkeypatch):
     assert any(line[:2] == ["fedavg", "done"] for line in lines)
 
 
+def test_entries_may_have_a_channel_and_a_privacy_of_their_own(here):
+    tables = ("plain={name='fedavg', privacy='none'}", "coarse={name='fedavg', channel='sign'}",
+              "strict={name='fedavg', privacy={epsilon=1}}")  # fmt: skip
+    options = f"{{{', '.join(tables)}}}"
+    privacy = "privacy={bound=2, delta=0.01, epsilon=8, secret='secret.key'}"
+    chosen = ("compare.algorithms=['plain', 'coarse', 'strict']", f"compare.options={options}", privacy,
+              "compare.seeds=1", "train.rounds=2", "train.local_steps=1", "train.participation=1.0")  # fmt: skip
+    assert call(*command("c", *chosen)) == 0
+    plain, coarse, strict = (read_record(Path("c", name, "seed0")) for name in ("plain", "coarse", "strict"))
+    assert [run.config.get("privacy", {}).get("epsilon") for run in (plain, coarse, strict)] == [None, 8.0, 1.0]
+    assert strict.config["privacy"]["bound"] == 2
+    assert coarse.config["channel"]["codec"] == [{"name": "sign"}]
+    assert coarse.history.total("bytes_up") < plain.history.total("bytes_up") / 20
+    assert "secret.key" not in Path("c/config.json").read_text() + (strict.folder / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("channel='zip'", "unknown codec 'zip'"),
+        ("channel={codec='sign', up=3}", "channel has no option 'up'"),
+        ("privacy='some'", "compare.options.mine.privacy = 'some': must be a table, or \"none\""),
+        ("privacy={epsilon=8}", "compare.options.mine: privacy.bound"),
+    ],
+)
+def test_a_wrong_channel_or_privacy_of_an_entry_is_one_line(here, capsys, option, message):
+    settings = ("compare.algorithms=['mine']", f"compare.options.mine={{name='fedavg', {option}}}")
+    assert call(*command("c", *settings)) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
+
+
 # --- clients ----------------------------------------------------------------------------------------------------------
 
 

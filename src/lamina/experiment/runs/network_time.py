@@ -70,13 +70,17 @@ def _timed(record: Record, clock: Clock, own: Clock | None) -> History:
     for row in rows:
         number = int(row["round"])
         cohort = took_part[number] if number in took_part else plan.cohort(number)
-        if len(cohort) != row["clients"]:
+        sent = row
+        if plan.protocol.sampling == "bernoulli" and "privacy" in record.config:  # rows are of the expected cohort
+            ratio = len(cohort) / row["clients"]
+            sent = {**row, **{name: row[name] * ratio for name in ("bytes_down", "bytes_up")}}
+        elif len(cohort) != row["clients"]:
             raise BadInput(
                 f"round {number} had {row['clients']:g} clients, and its config.json plans {len(cohort)}: it was "
                 "planned otherwise"
             )
         sizes, steps = _amounts(plan, cohort, row, has_sizes)
-        timed.append({**row, "clock_seconds": timeline.add(row, cohort, sizes, steps)})
+        timed.append({**row, "clock_seconds": timeline.add(sent, cohort, sizes, steps)})
     return timed
 
 
@@ -101,9 +105,11 @@ def _amounts(plan: Plan, cohort: Indices, row: Mapping[str, Any], has_sizes: boo
     protocol = plan.protocol
     if has_sizes:
         sizes, steps = plan.amounts(cohort)
-        if steps.sum() == row["steps"]:
+        if steps.sum() == row.get("steps", steps.sum()):
             return sizes, steps
-    steps = np.full(len(cohort), row["steps"] / len(cohort))
+    # a run with differential privacy has no column of steps, but `local_steps`
+    total = row["steps"] if "steps" in row else (protocol.local_steps or 0) * len(cohort)
+    steps = np.full(len(cohort), total / len(cohort))
     if protocol.local_steps is not None:
         return None, steps
     return steps / (protocol.epochs or 1) * (protocol.batch_size or 1), steps

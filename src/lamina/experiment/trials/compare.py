@@ -19,10 +19,11 @@ from typing import Any
 
 import lamina
 from lamina import algorithms
-from lamina.base.errors import BadInput, is_whole
+from lamina.base.errors import BadInput, is_whole, short_repr
 from lamina.base.text import plural
+from lamina.channel.channel import as_channel
 from lamina.experiment.build import build_algorithm, build_parts, build_schedule, chosen_target, resolved
-from lamina.experiment.config import AlgorithmSection, Experiment
+from lamina.experiment.config import AlgorithmSection, Experiment, parse
 from lamina.experiment.runs.records import FORMAT, REPLACED, delete_runs, is_ours, read_json
 from lamina.experiment.sections import Named
 from lamina.experiment.trials.settings import Range, Settings, folder_name, neighbours, points, written
@@ -301,12 +302,13 @@ def with_algorithm(experiment: Experiment, label: str, settings: Settings | None
     """Return the experiment with one algorithm of its comparison, and settings of its grid.
 
     Options are those of [algorithm] if it is about that one, then of [compare.options], then the settings'. There,
-    `private` says which parts of the model stay with the client in the runs of this one.
+    `private` says which parts of the model stay with the client in the runs of this one, and `channel` and `privacy`
+    replace the sections of these names.
     """
     section, name = experiment.algorithm, experiment.compare.algorithm_of(label)
     options = {"preset": section.preset, **section.options()} if section.name == name else {}
     table = {key: value for key, value in experiment.compare.options.get(label, {}).items() if key != "name"}
-    tried = dict(settings or {})
+    tried, sections = dict(settings or {}), _own_sections(experiment, label, table)
     train = {"lr": tried.pop("lr", experiment.train.lr), "private": table.pop("private", experiment.train.private)}
     if "name" in tried:
         raise BadInput(f"[compare.grid.{label}] has no key 'name': the table's own name says which algorithm it is")
@@ -314,4 +316,18 @@ def with_algorithm(experiment: Experiment, label: str, settings: Settings | None
     if not isinstance(preset, str):
         raise BadInput(f"compare.options.{label}.preset = {preset!r}: must be the name of a preset")
     chosen = AlgorithmSection(name=name, **{**options, **table, **tried})
-    return experiment.changed(train=train).model_copy(update={"algorithm": chosen})
+    return experiment.changed(train=train).model_copy(update={"algorithm": chosen, **sections})
+
+
+def _own_sections(experiment: Experiment, label: str, table: dict[str, Any]) -> dict[str, Any]:
+    """Take `channel` and `privacy` out of the options of an entry; return them as sections of its experiment."""
+    tree: dict[str, Any] = {}
+    if "channel" in table:
+        tree["channel"] = as_channel(table.pop("channel")).record() or {}
+    if "privacy" in table:
+        given, base = table.pop("privacy"), experiment.privacy
+        if given != "none" and not isinstance(given, Mapping):
+            raise BadInput(f'compare.options.{label}.privacy = {short_repr(given)}: must be a table, or "none"')
+        tree["privacy"] = None if given == "none" else {**({} if base is None else base.model_dump()), **given}
+    parsed = parse(tree, source=f"compare.options.{label}") if tree else experiment
+    return {name: getattr(parsed, name) for name in tree}
