@@ -95,6 +95,25 @@ def test_text_labels_without_names_are_refused(made, tmp_path):
         run(federation("dict", tmp_path, lambda context: made(pair)))
 
 
+def test_a_private_head_of_several(tmp_path):
+    """The model returns a dict, the targets are a dict, and one of its two heads stays with the client."""
+    private = {"private": ["size.*"]}
+    run(federation("dict_targets", tmp_path, part_of("dict_targets"), **private, evaluate_on="both"))
+    expected = kinds.simulation("dict_targets", "loop", **private)
+    rows = expected.run(ROUNDS)
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    for name, value in expected.model.state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-11)
+    row = read_record(tmp_path / "run").history[-1]
+    assert (row["loss"], row["train_loss"]) == pytest.approx((rows[-1]["loss"], rows[-1]["train_loss"]), rel=1e-6)
+    x, y = kinds.KINDS["dict_targets"][1]()
+    total = 0.0
+    for client, part in enumerate(kinds.PARTS):
+        outputs = expected.client_model(client)(x[part])
+        total += float(kinds.of_heads(**outputs, **{name: values[part] for name, values in y.items()}).detach().sum())
+    assert row["node_loss"] == pytest.approx(total / kinds.SAMPLES, rel=1e-6)
+
+
 @pytest.mark.parametrize("private", [["output.*"], None], ids=str)
 def test_the_server_reports_what_the_simulation_does(private, tmp_path):
     """With private parts, the server has the shared model only, and its columns say so."""
