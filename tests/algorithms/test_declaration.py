@@ -55,6 +55,9 @@ def test_values_that_an_option_does_not_accept_are_refused_in_one_line(call, tex
         (lambda: lamina.FedAvg(lr=0.9), "'lr' is a setting of training, Simulation.*train.lr in a file"),
         (lambda: lamina.FedAvg(learning_rate=0.9), "'lr' is a setting of training"),
         (lambda: lamina.FedAvg(num_epochs=2), "'epochs' is a setting of training"),
+        (lambda: lamina.FedAvg(private=["head.*"]), "'private' is a setting of training"),
+        (lambda: lamina.FedAvg(privat=["head.*"]), "'private' is a setting of training"),
+        (lambda: lamina.FedLamb(aggregation="median"), "'aggregation' is a setting of training"),
     ],
 )
 def test_an_unknown_option_names_the_nearest_one_or_who_has_it(call, text):

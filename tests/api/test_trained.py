@@ -380,6 +380,19 @@ def test_private_parts_are_said_to_be_untrained(tmp_path, caplog):
         run.predict(x)
     assert caplog.text.count("private parts") == 1
     assert "the private parts of the shared model (1.*) have the values from before round 1" in caplog.text
+    assert caplog.text.rstrip().endswith("use run.client(0) (lamina predict --client 0)")
+
+
+def test_the_warning_of_untrained_parts_calls_a_client_as_the_run_does(tmp_path, caplog):
+    halves = {"north": points(), "south": points()}
+    lamina.Simulation(nn.Linear(5, 2), halves, "fedavg", private=["bias"], out=tmp_path / "run").run(1)
+    run, (x, _) = lamina.load(tmp_path / "run"), points(3)
+    run.predict(x)
+    assert caplog.text.rstrip().endswith("use run.client('north') (lamina predict --client north)")
+    assert run.client("north").client_name == "north"
+    run.config["federation"], run._has_warned = {}, False
+    run.predict(x)
+    assert caplog.text.rstrip().endswith("those of the clients never leave their nodes")
 
 
 def two_losses(outputs, targets):

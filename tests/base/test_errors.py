@@ -48,6 +48,9 @@ def test_an_unknown_name_lists_the_known_ones_and_says_how_to_name_your_own():
     error = unknown("model", "mlpp", ["mlp", "cnn"])
     assert str(error) == "unknown model 'mlpp'; did you mean 'mlp'? (known: cnn, mlp)"
     assert "your own is named 'mine.nets:Net', with a colon" in str(unknown("model", "mine.nets.Net", ["mlp"]))
+    assert "a file with lamina.data.load('table', path='My.csv', label=…)" in str(
+        unknown("data set", "My.csv", ["mnist"])
+    )
     assert "with a colon" not in str(unknown("schedule", "mine.nets.Net", ["cosine"]))  # cannot be the user's
 
 

@@ -121,6 +121,11 @@ def test_show_a_run(empty_folder, capsys):
         assert "3 of 3 rounds, complete" in printed
         assert f"accuracy: last {values[-1]:.4f}, best {max(values):.4f}" in printed
         assert "lamina predict runs/x new.csv" in printed
+    lamina.Simulation(
+        torch.nn.Linear(3, 2), data, "fedavg", test=data, clients=2, device="cpu", lr=1e-9, out="runs/y", patience=2
+    ).run(9)
+    assert call("show", "runs/y") == 0
+    assert "3 of 9 rounds, complete: stopped early, as train.patience says" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

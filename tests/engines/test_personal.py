@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+import kinds
 import lamina
 from lamina.algorithms import registry
 from lamina.algorithms.contract import LocalModel, Model
+from second_gradients import Ditto
 
 X = torch.randn(100, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.randint(0, 3, (100,), generator=torch.Generator().manual_seed(1))
@@ -53,6 +55,30 @@ def test_engines_agree(algorithm, engine):
     for one, other in zip(*histories, strict=True):
         for name in ("train_loss", "update_norm", "consistency", "bytes_up", "bytes_down"):
             assert one[name] == pytest.approx(other[name], rel=1e-9, abs=1e-12), name
+
+
+def test_engines_agree_on_an_algorithm_with_client_models():
+    runs = [simulation(Ditto(), engine, private=[], local_test=0.3) for engine in ("loop", "stacked", "captured")]
+    for run in runs:
+        run.run(3)
+    for run in runs[1:]:
+        torch.testing.assert_close(client_vectors(run), client_vectors(runs[0]), rtol=1e-9, atol=1e-11)
+        for row, expected in zip(run.history, runs[0].history, strict=True):
+            for column in ("client_accuracy_mean", "shared_client_accuracy_mean", "client_accuracy_worst10"):
+                assert row[column] == pytest.approx(expected[column], rel=1e-9)
+    assert not torch.equal(client_vectors(runs[0])[0], runs[0].state.server.x)
+
+
+@pytest.mark.parametrize("engine", ["stacked", "captured"])
+def test_engines_agree_on_a_private_head_of_several(engine):
+    """The model returns a dict, the targets are a dict, and one of its two heads stays with the client."""
+    runs = [kinds.simulation("dict_targets", each, private=["size.*"], local_test=0.3) for each in ("loop", engine)]
+    for run in runs:
+        run.run(3)
+    torch.testing.assert_close(client_vectors(runs[1]), client_vectors(runs[0]), rtol=1e-9, atol=1e-11)
+    for row, expected in zip(runs[1].history, runs[0].history, strict=True):
+        assert row["client_loss_mean"] == pytest.approx(expected["client_loss_mean"], rel=1e-9)
+    assert len({tuple(vector.tolist()) for vector in client_vectors(runs[0])}) > 1
 
 
 # an adaptive server moves shared parameters in another way than local training does

@@ -23,7 +23,7 @@ from lamina.engines.state import RoundSums
 from lamina.training.metrics import DIAGNOSTICS
 from objective.test_dropout import simulation as dropout_simulation
 from per_layer import PerLayer
-from second_gradients import FedSam
+from second_gradients import Ditto, FedSam
 from small_simulations import simulation
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +35,7 @@ ALGORITHMS = {
     "fedlada": lambda: lamina.FedLada(v_init=1e-6),
     "per_layer": PerLayer,
     "fedsam": FedSam,
+    "ditto": Ditto,
 }
 # 3 of 5 clients active, and 1 of 5: with three ranks some have nothing to do
 CASES = [
@@ -51,6 +52,8 @@ CASES = [
     ("fedlamb", "tuple", 0.7),
     ("fedlada", "private", 0.6),
     ("mime", "private", 0.2),
+    ("fedlada", "private head", 0.7),
+    ("ditto", "own models", 0.6),
     ("scaffold", "channel", 0.6),
     ("fedlada", "channel", 1.0),
     ("fedlamb", "noise", 0.6),
@@ -70,6 +73,11 @@ def run_case(name, kind, share):
     elif kind == "private":
         settings = {"participation": share, "private": ["0.*", "*.running*"], "local_test": 0.3, "batch_size": None}
         run = simulation("batch_norm", ALGORITHMS[name](), "stacked", **settings)
+    elif kind == "private head":  # of a model that returns a dict, with targets in a dict
+        settings = {"participation": share, "private": ["size.*"], "local_test": 0.3}
+        run = kinds.simulation("dict_targets", "stacked", ALGORITHMS[name](), **settings)
+    elif kind == "own models":
+        run = simulation("mlp", ALGORITHMS[name](), "stacked", participation=share, local_test=0.3)
     elif kind == "channel":
         channel = {"codec": [{"name": "topk", "share": 0.3}, "qsgd"], "feedback": True, "down": "bf16"}
         run = simulation("mlp", ALGORITHMS[name](), "stacked", participation=share, channel=channel)

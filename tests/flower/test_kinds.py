@@ -12,7 +12,9 @@ import lamina
 from flower_grid import LoopGrid
 from flower_setup import nodes
 from lamina.data import as_dataset
+from lamina.experiment.build import build
 from lamina.experiment.config import parse
+from lamina.experiment.runs.records import read_record
 from lamina.flower import Federation
 
 ROUNDS = 2
@@ -91,6 +93,46 @@ def test_text_labels_without_names_are_refused(made, tmp_path):
     pair = ({"input_ids": [[1, 2], [3]]}, ["ham", "spam"])
     with pytest.raises(lamina.LaminaError, match=r"class_names=\[…\]"):
         run(federation("dict", tmp_path, lambda context: made(pair)))
+
+
+def test_a_private_head_of_several(tmp_path):
+    """The model returns a dict, the targets are a dict, and one of its two heads stays with the client."""
+    private = {"private": ["size.*"]}
+    run(federation("dict_targets", tmp_path, part_of("dict_targets"), **private, evaluate_on="both"))
+    expected = kinds.simulation("dict_targets", "loop", **private)
+    rows = expected.run(ROUNDS)
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    for name, value in expected.model.state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-11)
+    row = read_record(tmp_path / "run").history[-1]
+    assert (row["loss"], row["train_loss"]) == pytest.approx((rows[-1]["loss"], rows[-1]["train_loss"]), rel=1e-6)
+    x, y = kinds.KINDS["dict_targets"][1]()
+    total = 0.0
+    for client, part in enumerate(kinds.PARTS):
+        outputs = expected.client_model(client)(x[part])
+        total += float(kinds.of_heads(**outputs, **{name: values[part] for name, values in y.items()}).detach().sum())
+    assert row["node_loss"] == pytest.approx(total / kinds.SAMPLES, rel=1e-6)
+
+
+@pytest.mark.parametrize("private", [["output.*"], None], ids=str)
+def test_the_server_reports_what_the_simulation_does(private, tmp_path):
+    """With private parts, the server has the shared model only, and its columns say so."""
+    spec = parse(
+        {
+            "data": {"name": "digits", "clients": 3, "local_test": 0.2},
+            "model": {"name": "mlp", "hidden": 4},
+            "algorithm": {"name": "fedavg"},
+            "train": {"rounds": 2, "participation": 1.0} | ({"private": private} if private else {}),
+            "run": {"device": "cpu", "engine": "loop"},
+        }
+    )
+    run(Federation.from_experiment(spec, out=tmp_path / "run", state_dir=tmp_path / "state", poll=0.005))
+    row, expected = [read_record(tmp_path / "run").history[-1], build(spec).run(2)[-1]]
+    columns = {name for name in row if "client_" in name}
+    assert columns == {name for name in expected if name.startswith("shared_client_" if private else "client_")}
+    for column in (*columns, "accuracy", "loss"):
+        assert row[column] == pytest.approx(expected[column], abs=1e-5)
+    assert read_record(tmp_path / "run").history.metric == "accuracy"
 
 
 def test_names_in_an_experiment_are_common_to_all_nodes(tmp_path, monkeypatch):

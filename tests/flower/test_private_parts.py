@@ -9,6 +9,7 @@ from flwr.app import ArrayRecord
 
 import lamina
 from flower_setup import MIME, PARTS, Setup, assert_like_the_simulation, client_of, is_train, small_model, the_data
+from second_gradients import Ditto
 
 NETWORK = functools.partial(small_model, norm=True)  # Linear(6, 8), BatchNorm, ReLU, Linear(8, 3)
 PRIVATE = {"private": ["1.*", "3.*"], "batch_size": 5}
@@ -40,6 +41,16 @@ def test_nodes_evaluate_their_own_models(tmp_path):
         simulation.run(1)
         right = [(simulation.client_model(i)(x[part]).argmax(1) == y[part]).sum() for i, part in enumerate(PARTS)]
         assert row["node_accuracy"] == pytest.approx(float(sum(right)) / len(x), abs=1e-6)
+
+
+def test_nodes_use_the_models_that_the_algorithm_keeps_for_them(tmp_path):
+    setup = Setup(tmp_path, Ditto(), rounds=3, more={"evaluate_on": "both"})
+    setup.run()
+    assert_like_the_simulation(setup)
+    simulation, (x, y) = setup.simulation(), the_data()
+    simulation.run(3)
+    right = [(simulation.client_model(i)(x[part]).argmax(1) == y[part]).sum() for i, part in enumerate(PARTS)]
+    assert setup.rows[-1]["node_accuracy"] == pytest.approx(float(sum(right)) / len(x), abs=1e-6)
 
 
 def test_a_node_that_lost_its_part_starts_it_again(tmp_path):

@@ -65,5 +65,5 @@ def test_labels_name_the_curves_of_their_folders(tmp_path):
     report = build.build([tmp_path / "a", tmp_path / "b", tmp_path / "c"], labels=["mine", "theirs", "again"])
     names = ["mine", "theirs, FedAvg (Fed-SGD), lr 0.2", "theirs, FedAvg (Fed-SGD), lr 0.3", "again"]
     assert [curve.name for curve in report.curves] == names
-    with pytest.raises(BadInput, match="1 label for 2 folders: give one each"):
+    with pytest.raises(BadInput, match=r"^1 label for 2 folders: give one each"):
         build.build([tmp_path / "a", tmp_path / "b"], labels=["mine"])

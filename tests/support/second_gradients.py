@@ -1,6 +1,7 @@
 """Small algorithms with a second gradient, which the tests of several engines share."""
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 
@@ -72,3 +73,41 @@ class SamInEvenRounds(FedSam):
 
     def step(self, local, down, grad, lr, layers, second_grad=None):
         return FedAvg.step(self, local, down, grad if second_grad is None else second_grad, lr, layers)
+
+
+class Own(NamedTuple):
+    v: torch.Tensor
+
+
+class Both(NamedTuple):
+    y: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ditto(FedAvg):
+    """A client trains a model of its own beside the shared one (Li et al. 2021), and uses that one."""
+
+    pull: lamina.Number = 0.1
+
+    def client_init(self, x, layers):
+        return Own(x)
+
+    def begin(self, down, client, info):
+        return Both(down.x, client.v)
+
+    def needs(self, round):
+        return Needs(second_gradient=True)
+
+    def second_point(self, local, down, grad, lr, layers):
+        return local.v
+
+    def step(self, local, down, grad, lr, layers, second_grad):
+        return Both(local.y - lr * grad, local.v - lr * (second_grad + self.pull * (local.v - down.x)))
+
+    def finish(self, local, down, client, info):
+        up, _ = super().finish(local, down, client, info)
+        return up, Own(local.v)
+
+    def client_model(self, x, client):
+        return client.v

@@ -14,7 +14,10 @@ from lamina.base.errors import BadInput, is_number, short_repr
 from lamina.base.registry import explain_options, option_owners
 
 # Settings of training that may be taken for options of an algorithm.
-TRAINING_SETTINGS = ("lr", "schedule", "batch_size", "epochs", "local_steps", "clip", "participation", "seed", "loss")
+TRAINING_SETTINGS = (
+    "lr", "schedule", "batch_size", "epochs", "local_steps", "clip", "participation", "seed", "loss", "private",
+    "weighting", "aggregation",
+)  # fmt: skip
 _REGISTRY: dict[str, type[Algorithm]] = {}
 A = TypeVar("A", bound=Algorithm)
 

@@ -295,9 +295,13 @@ class TrainedRun:
         private = self.config["train"].get("private")
         if private and self.client_name is None and not self._has_warned:
             self._has_warned = True
+            clients = self._facts.get("clients")
+            first = clients[0] if isinstance(clients, list) else 0
+            way = f"for the model of a client, use run.client({first!r}) (lamina predict --client {first})"
+            way = "those of the clients never leave their nodes" if "federation" in self.config else way
             log.warning(
-                "the private parts of the shared model (%s) have the values from before round 1: for the model of a "
-                "client, use run.client(0) (lamina predict --client 0)", ", ".join(map(str, private)),
+                "the private parts of the shared model (%s) have the values from before round 1: %s",
+                ", ".join(map(str, private)), way,
             )  # fmt: skip
 
     def _metrics(self, given: Any) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,7 @@ def is_number(value: Any) -> bool:
     return True
 
 
+TABLE_FILES = (".csv", ".parquet")
 USER_DEFINED = ("algorithm", "data set", "loss", "metric", "model")  # can be the user's, by "module:name"
 
 
@@ -157,7 +159,9 @@ def unknown(what: str, name: str, known: Iterable[str]) -> BadInput:
     known, name = sorted(known), str(name)
     hint = nearest(name, known)
     module, _, attribute = name.rpartition(".")
-    if not hint and what in USER_DEFINED and all(part.isidentifier() for part in (*module.split("."), attribute)):
+    if what == "data set" and name.lower().endswith(TABLE_FILES):
+        hint = f"; read a file with lamina.data.load('table', path='{name}', label=…)"
+    elif not hint and what in USER_DEFINED and all(part.isidentifier() for part in (*module.split("."), attribute)):
         hint = f"; your own is named '{module}:{attribute}', with a colon"
     return BadInput(f"unknown {what} '{name}'{hint} (known: {', '.join(known)})")
 
@@ -181,6 +185,21 @@ def describe_error(error: BaseException) -> str:
     where = where_it_failed(error)
     text = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {text}{f' ({where})' if where else ''}{extra_hint(error)}"
+
+
+def takes(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether a function of the user's can be called with these arguments, as far as its signature tells.
+
+    >>> takes(lambda batch: batch, "batch", "generator")
+    False
+    """
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # a function without a signature
+        pass
+    return True
 
 
 def extra_hint(error: BaseException) -> str:

@@ -12,6 +12,8 @@ REPEAT_AFTER_S = 60.0  # since a text last came; so a notebook's cell that is ru
 class WarningsOnce(logging.Handler):
     """Prints the warnings of lamina's logger unless another handler does; a hundred simulations print a text once."""
 
+    prints = False  # beside another handler
+
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._times: dict[str, float] = {}  # when each text last came
@@ -26,14 +28,14 @@ class WarningsOnce(logging.Handler):
 
 
 def print_warnings_once() -> None:
-    """Let lamina's logger print warnings; called once, when the Python API is imported."""
+    """Let lamina's logger print warnings; called when the Python API, or the logs of runs, are imported."""
     logger = logging.getLogger("lamina")
     if not any(isinstance(handler, WarningsOnce) for handler in logger.handlers):
         logger.addHandler(WarningsOnce())
 
 
 def has_handler() -> bool:
-    """Return whether lamina's lines reach any other handler, such as one that the user has set up."""
+    """Return whether lamina's lines reach any other handler that may print, such as one that the user has set up."""
     logger = logging.getLogger("lamina")
     handlers = [*logger.handlers, *(logging.getLogger().handlers if logger.propagate else [])]
-    return not all(isinstance(handler, WarningsOnce) for handler in handlers)
+    return any(getattr(handler, "prints", True) for handler in handlers)

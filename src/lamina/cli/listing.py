@@ -109,7 +109,8 @@ def _show_run(folder: Path) -> None:
     record = read_record(folder)
     history, rounds = record.history, record.config["train"]["rounds"]
     echo(summary(record.config))
-    state = f"diverged: {record.diverged}" if record.diverged else "complete" if record.complete else "not complete"
+    complete = "complete" if len(history) >= rounds else "complete: stopped early, as train.patience says"
+    state = f"diverged: {record.diverged}" if record.diverged else complete if record.complete else "not complete"
     echo(f"{len(history)} of {rounds} rounds, {state}")
     metric = history.metric
     if metric in history.columns:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lamina.base.errors import BadInput, describe_error, unknown
+from lamina.base.errors import BadInput, describe_error, takes, unknown
 from lamina.base.limits import check_count, check_number
 from lamina.base.registry import explain_options, import_named
 from lamina.objective.batch import Inputs, map_batch, same_kind, tensors
@@ -148,7 +148,8 @@ def draw(function: OwnAugmentation, batch: Inputs, key: int) -> Inputs:
     try:
         result: Inputs = function(batch, generator)
     except Exception as error:  # whatever a user's function raises
-        raise BadInput(f"the augmentation fails: {describe_error(error)}") from error
+        advice = "" if takes(function, batch, generator) else "; define it as function(batch, generator)"
+        raise BadInput(f"the augmentation fails: {describe_error(error)}{advice}") from error
     count = len(tensors(batch)[0])
     is_batch = type(result) is type(batch) and all(isinstance(values, Tensor) for values in tensors(result))
     if not is_batch or not same_kind(result, batch) or any(len(values) != count for values in tensors(result)):

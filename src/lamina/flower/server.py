@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lamina.algorithms.contract import ClientInfo, ServerInfo
+from lamina.algorithms.contract import ClientInfo, ServerInfo, has_client_models
 from lamina.base.errors import Diverged, LaminaError
 from lamina.base.text import listed, plural
 from lamina.data.dataset import Dataset, as_dataset
@@ -79,6 +79,8 @@ class Server:
             folder.model = self._describe_model(as_dataset(given))
         groups = setup.client_samples() if setup.evaluate_on != "nodes" else []
         groups = [group._replace(data=with_mask(group.data, self.objective.module)) for group in groups]
+        if self.objective.private is not None or has_client_models(self.algorithm):  # the server has the shared one
+            groups = [group.of_shared_model() for group in groups]
         more_tests = {} if test_data is None else test_data.more_tests
         more_tests = {name: setup.dataset(data, self.objective) for name, data in more_tests.items()}
         self.evaluation = evaluation.Evaluation(setup.metrics, test_data, groups, more_tests)

@@ -75,7 +75,7 @@ def build(
         labels: The names of the curves, one for each of the folders; by default what differs between the curves.
     """
     if labels and len(labels) != len(folders):
-        raise BadInput(f"there are {plural(len(labels), 'label')} for {plural(len(folders), 'folder')}: give one each")
+        raise BadInput(f"{plural(len(labels), 'label')} for {plural(len(folders), 'folder')}: give one each")
     runs, notes = without_repeats(find_records(folders))
     final = [run for run in runs if not run.tuning] or runs  # tuning runs are shown if there are no others
     if clock is not None:
@@ -96,7 +96,7 @@ def build(
     notes += [response.warning for response in tuned if response.warning]
     data = dict.fromkeys(describe_data(run) for run in final)
     if len(data) > 1:
-        notes.append("the runs differ in their data: compare only curves with the same")
+        notes.append("the runs differ in their data: compare only curves of the same data")
     judged = sorted({history.metric for curve in curves for history in curve.histories if len(history)} - {metric})
     if judged:
         notes.append(f"some runs have another first metric ({listed(judged)}), but all are judged by '{metric}' here")

@@ -232,6 +232,10 @@ class ClientSamples(NamedTuple):
     pooled: bool  # whether the first column is the metric of all samples, not the mean over clients
     clients: Sequence[int] = ()  # the numbers of these clients; empty if they never train
 
+    def of_shared_model(self) -> ClientSamples:
+        """Return the samples with columns that say: this is the shared model, and not the clients' own ones."""
+        return self._replace(prefix=f"{SHARED}{self.prefix}") if self.clients else self
+
 
 def reserved_samples(reserved: Reserved, data: Dataset, device: torch.device) -> list[ClientSamples]:
     """Return the samples that no client trains on: those of held-out clients, and the clients' test splits."""
@@ -364,7 +368,7 @@ class Evaluation:
                     (predict(objective, x, buffers, group.data, self.metrics, group.parts.bounds.tolist()), group)
                 ]
                 if model_of is not None and group.clients:
-                    evaluated[0] = evaluated[0][0], group._replace(prefix=f"{SHARED}{group.prefix}")
+                    evaluated[0] = evaluated[0][0], group.of_shared_model()
                     evaluated.append((predict_apart(objective, model_of, group, [*evaluated[0][0]]), group))
                 for kept, columns in evaluated:
                     chosen = self.metrics or [metric for metric in kept if metric is not LOSS or len(kept) == 1]

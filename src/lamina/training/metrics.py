@@ -449,10 +449,9 @@ def judged_column(metric: str, has: Callable[[str], bool]) -> str:
     >>> judged_column("f1", ["f1", "client_f1_mean"].__contains__), judged_column("f1", ["client_f1_mean"].__contains__)
     ('f1', 'client_f1_mean')
     """
-    own = client_mean(metric)
-    if has(f"{SHARED}{own}"):
-        return own
-    return next(filter(has, (metric, own, f"heldout_{metric}")), metric)
+    own, shared = client_mean(metric), f"{SHARED}{client_mean(metric)}"
+    order = (own, metric, shared) if has(shared) else (metric, own)  # the server of a federation has no `own`
+    return next(filter(has, (*order, f"heldout_{metric}")), metric)
 
 
 def is_metric(column: str) -> bool:

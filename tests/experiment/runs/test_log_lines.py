@@ -7,6 +7,7 @@ import pytest
 
 from comparisons import RUNS, TOML, command
 from helpers import call, skip_pictures
+from lamina.base.warnings_once import print_warnings_once
 from lamina.experiment.runs.log_lines import LogLines
 
 logger = logging.getLogger("lamina.test")
@@ -52,6 +53,22 @@ def test_the_level_of_the_logger_is_restored():
     with LogLines():
         assert lamina_logger.isEnabledFor(logging.INFO)
     assert (lamina_logger.level, lamina_logger.handlers) == before
+
+
+def test_a_warning_is_printed_once_whatever_logs_are_open(runs, capsys, monkeypatch):
+    """A comparison builds a simulation before it opens its logs, and again for every run."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("lamina"), "handlers", [])
+    print_warnings_once()
+    logger.warning("padded")
+    for folder in runs:
+        with LogLines() as lines:
+            lines.follow(folder)
+            logger.warning("padded")
+            logger.info("not printed")
+            logger.warning("of %s", folder.name)
+        assert texts(folder) == ["WARNING padded", "INFO not printed", f"WARNING of {folder.name}"]
+    assert capsys.readouterr().err == "padded\nof a\nof b\n"
 
 
 def test_a_line_break_in_a_message_does_not_start_a_line(runs):

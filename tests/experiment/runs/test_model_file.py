@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lamina
-from lamina.experiment.runs.model_file import MissingCode, build_loss, code_name, describe_model
+from lamina.experiment.runs.model_file import MissingCode, build_loss, build_model, code_name, describe_model
 
 LOGITS, LABELS = torch.tensor([[0.3, -1.0], [2.0, 0.5]]), torch.tensor([0, 1])
 
@@ -24,6 +24,17 @@ def stored_loss(tmp_path, loss):
 def test_laminas_losses_are_built_with_their_values(tmp_path, loss):
     expected = lamina.losses.cross_entropy if isinstance(loss, str) else loss
     assert torch.equal(build_loss(stored_loss(tmp_path, loss))(LOGITS, LABELS), expected(LOGITS, LABELS))
+
+
+@pytest.mark.parametrize(("name", "why"), [
+    ("Net", r"\(it is in the script that trained it, and this process runs another one\): give it"),
+    ("<lambda>", "'__main__' has no attribute '<lambda>'"),  # perhaps this script: it has no name
+])  # fmt: skip
+def test_a_model_of_another_script_is_missing(name, why):
+    with pytest.raises(MissingCode, match=why):
+        build_model(
+            {"name": f"__main__:{name}", "options": {}}, lamina.data.as_dataset((torch.randn(3, 5), LABELS[[0, 1, 0]]))
+        )
 
 
 def test_the_values_of_a_users_object_are_not_stored(tmp_path):

@@ -1,5 +1,7 @@
 """Losses that do not return one number per sample, from that sample alone."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -63,6 +65,9 @@ def one_number(outputs, targets):
     (lambda: simulate(linear(3), (X, Y), loss=centred), "the loss mixes samples"),
     (lambda: simulate(linear(3), (X, Y), loss=lambda o, t: o[:, 0] > t), "not torch.bool values"),
     (lambda: simulate(linear(3), (X, Y), loss=lambda o, t: None), r"number per sample, shape \[2\], not a NoneType:"),
+    (lambda: simulate(linear(3), (X, Y), loss=lambda model, x, y: 0), r"argument: 'y'; define it as loss\(outputs, t"),
+    (lambda: simulate(Two(lambda x: True, form=lambda h: (h, h)), (X, Y), loss=lambda o, t: o[0].mean()),
+     r"not shape \[\], from outputs \(a tuple\) and targets of shape \[2\]: use reduction='none'"),
     (lambda: simulate(linear(3), (X, Y), loss=lambda o, t: 1 / 0), r"ZeroDivisionError: .* \(test_loss.py:\d+\)"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_in_one_line(make, message):
@@ -109,15 +114,15 @@ def test_a_loss_of_maps_gets_a_hint():
 class Two(nn.Module):
     """A body and two heads, the second of which only large batches use, or none."""
 
-    def __init__(self, uses_second, recomputes=False):
+    def __init__(self, uses_second, recomputes=False, form=lambda hidden: hidden):
         super().__init__()
         self.body, self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 3)
-        self.uses_second, self.recomputes = uses_second, recomputes
+        self.uses_second, self.recomputes, self.form = uses_second, recomputes, form
 
     def forward(self, x):
         hidden = self.body(x)
         hidden = checkpoint(self.first, hidden, use_reentrant=True) if self.recomputes else self.first(hidden)
-        return hidden + self.second(self.body(x)) if self.uses_second(x) else hidden
+        return self.form(hidden + self.second(self.body(x)) if self.uses_second(x) else hidden)
 
 
 def test_parameters_that_never_receive_a_gradient_are_named(caplog):
@@ -131,6 +136,37 @@ def test_parameters_that_never_receive_a_gradient_are_named(caplog):
     simulate(frozen, (X, Y))
     simulate(Two(lambda x: True), (X, Y))
     simulate(Two(lambda x: len(x) > 6), (X, Y))  # larger batches than a dry run's first
+    assert caplog.messages == []
+
+
+class Adversaries(nn.Module):
+    """A generator and a discriminator; what the second says of false samples, of detached ones and of real ones."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.generator, self.discriminator, self.form = nn.Linear(4, 4), nn.Linear(4, 1), form
+
+    def forward(self, x):
+        false = self.generator(x)
+        said = [self.discriminator(each).squeeze(1) for each in (false, false.detach(), x)]
+        return self.form(false, *said)
+
+
+@pytest.mark.parametrize(("form", "loss", "ignored"), [
+    (lambda *o: o, lambda o, t: F.softplus(o[2]) + F.softplus(-o[3]), r"\[0\], \[1\] of the tuple .* use them in"),
+    (lambda *o: o[1:], lambda o, t: F.softplus(o[1]) + o[2], r"\[0\] of the tuple .* use it in"),
+    (lambda *o: dict(zip("abcd", o, strict=True)), lambda o, t: o["b"] ** 2, r"\['c'\], \['d'\] of the dict"),
+])  # fmt: skip
+def test_outputs_that_a_users_loss_ignores_are_named(caplog, form, loss, ignored):
+    simulate(Adversaries(form), (X, Y), loss=loss)
+    assert re.match(f"the loss ignores {ignored}", caplog.messages[0])  # not the false samples, if they lead to others
+
+
+def test_outputs_that_a_users_loss_uses_or_that_no_gradient_reaches_are_not_named(caplog):
+    simulate(Adversaries(lambda *o: o), (X, Y), loss=lambda o, t: sum(o[1:]))
+    simulate(Adversaries(lambda *o: (*o[:2], o[2].detach())), (X, Y), loss=lambda o, t: o[1])
+    rare = lamina.losses.per_batch(lambda o, t: (o[1] + (o[2] + o[3] if len(t) > 6 else 0)).mean())
+    simulate(Adversaries(lambda *o: o), (X, Y), loss=rare)  # larger batches than a dry run's first
     assert caplog.messages == []
 
 

@@ -84,6 +84,25 @@ def test_a_model_without_log_softmax_is_warned_of_nll(caplog):
     assert "nll needs log-probabilities" in caplog.text
 
 
+@pytest.mark.parametrize(("last", "loss", "is_warned_of"), [
+    (nn.Softmax(1), "cross_entropy", True),
+    (nn.Softmax(1), lamina.losses.CrossEntropy(label_smoothing=0.1), True),
+    (nn.Softmax(1), lambda o, t: nn.functional.nll_loss(o.log(), t, reduction="none"), False),
+    (nn.Sigmoid(), "cross_entropy", False),  # of any sum
+    (nn.LogSoftmax(1), "cross_entropy", False),  # whose softmax they are again
+])  # fmt: skip
+def test_a_softmax_before_a_cross_entropy_is_warned_of(caplog, last, loss, is_warned_of):
+    simulate(nn.Sequential(linear(3), last), (X, Y), loss=loss)
+    assert ("sum to 1, and" in caplog.text and "leave the Softmax out" in caplog.text) is is_warned_of
+
+
+def test_a_softmax_over_the_classes_of_tokens_is_warned_of(caplog):
+    data = integers(9, 12, 3), integers(5, 12, 3)
+    for last in (nn.Softmax(1), nn.Softmax(2)):  # over the tokens, and over the classes
+        simulate(nn.Sequential(Tokens(5), last), data, loss="token_cross_entropy")
+    assert caplog.text.count("sum to 1, and token_cross_entropy needs logits") == 1
+
+
 def test_probabilities_in_place_of_logits_are_warned_of(caplog):
     def entropy(outputs, targets):
         return nn.functional.binary_cross_entropy(outputs[:, 0], targets.double(), reduction="none")

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import TextIO
 
 from lamina.base.text import printable
-from lamina.base.warnings_once import has_handler
+from lamina.base.warnings_once import print_warnings_once
+
+print_warnings_once()
 
 
 class LogLines(logging.Handler):
     """Writes the lines of lamina's logger to the logs of all open runs, including lines from before they were opened.
 
-    A line about one run, with its folder as ``about``, goes only to that run's log. Where no other handler is set,
-    warnings are also printed, each text once: Python prints them only while a logger has no handler at all.
+    A line about one run, with its folder as ``about``, goes only to that run's log.
     """
+
+    prints = False  # so `WarningsOnce` still prints
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -24,11 +27,10 @@ class LogLines(logging.Handler):
         self.about: Path | None = None  # the run of lines without an ``about``
         self._lines: list[tuple[Path | None, str]] = []
         self._files: list[tuple[Path, TextIO]] = []
-        self._printed: set[str] = set()
 
     def __enter__(self) -> LogLines:
         logger = logging.getLogger("lamina")
-        self._level, self._is_alone = logger.level, not has_handler()
+        self._level = logger.level
         logger.setLevel(min(logging.INFO, logger.level or logging.INFO))
         logger.addHandler(self)
         return self
@@ -46,10 +48,6 @@ class LogLines(logging.Handler):
         about = getattr(record, "about", self.about)
         line = printable(self.format(record), lines=record.exc_info is not None) + "\n"
         self._lines.append((about, line))
-        if self._is_alone and logging.lastResort and record.levelno >= logging.WARNING:
-            if record.getMessage() not in self._printed:
-                logging.lastResort.handle(record)
-            self._printed.add(record.getMessage())
         with contextlib.suppress(OSError):
             for folder, file in self._files:
                 if about in (None, folder):

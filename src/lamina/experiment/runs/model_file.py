@@ -128,7 +128,9 @@ def build_model(facts: Mapping[str, Any], like: Dataset, given: Any = None) -> n
     except BadInput as error:
         if given is not None:
             raise
-        raise _missing(name, str(error)) from error
+        is_elsewhere = "module '__main__' has no attribute" in str(error) and "<" not in name  # not a lambda
+        why = "it is in the script that trained it, and this process runs another one" if is_elsewhere else str(error)
+        raise _missing(name, why) from error
     if given is None and attributes_digest(module) != facts["attributes"]:
         if facts["is_class"]:  # called without the arguments it had
             raise _missing(name, "the class was called with arguments, which no folder stores")

@@ -49,6 +49,7 @@ TRAINING_DATA: tuple[Callable[[DryRun], None], ...] = (
     loss.warn_of_unreached,
     outputs.warn_of_ignored_outputs,
     outputs.warn_of_logits,
+    outputs.warn_of_softmax,
     outputs.warn_of_probabilities,
 )
 

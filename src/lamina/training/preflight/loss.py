@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from lamina.base import rng
-from lamina.base.errors import BadInput, LaminaError, describe_error
+from lamina.base.errors import BadInput, LaminaError, describe_error, takes
 from lamina.base.text import listed, plural
 from lamina.data.dataset import Dataset
 from lamina.engines.loop import FIXED_CHUNK
 from lamina.objective.batch import Inputs, Targets, take
 from lamina.objective.losses import TORCH_LOSSES, is_user_defined, takes_tensors
 from lamina.objective.objective import Objective
-from lamina.objective.outputs import map_outputs
+from lamina.objective.outputs import elements_of, map_outputs, tensors_in
 from lamina.rounds.plan import Plan
 from lamina.training.evaluation import form
 from lamina.training.preflight.dry_run import DryRun, Pairs
@@ -46,7 +46,9 @@ def check_loss(run: DryRun) -> None:
     except Exception as error:  # whatever a user's loss raises
         reason = str(error) if isinstance(error, LaminaError) else describe_error(error)
         instead = f"; use loss='{known}' instead" if known else ""
-        if not takes_tensors(loss) and not isinstance(outputs, Tensor):
+        if is_user_defined(loss) and not takes(loss, outputs, targets):
+            instead = "; define it as loss(outputs, targets)"
+        elif not takes_tensors(loss) and not isinstance(outputs, Tensor):
             instead += f"; it gets {form(outputs)}"
         raise BadInput(
             f"the loss cannot compare the model's outputs with the {run.name} targets: {reason}{instead}"
@@ -135,20 +137,31 @@ def check_small_batches(objective: Objective, data: Dataset, plan: Plan, full_gr
 
 
 def warn_of_unreached(run: DryRun) -> None:
-    """Warn of trainable parameters that never receive a gradient; refuse a loss that reaches none."""
+    """Warn of outputs that a user's loss ignores, and of trainable parameters that never receive a gradient.
+
+    A loss that reaches no parameter is refused.
+    """
     objective = run.objective
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        unreached = _unreached(run, run.inputs, run.targets)
-        for seed in range(MORE_BATCHES if unreached else 0):  # parts of a model may run at random, or for some samples
+        unreached, ignored = _unreached(run, run.inputs, run.targets)
+        for seed in range(MORE_BATCHES if unreached or ignored else 0):  # some parts run at random, or for some samples
             generator = torch.Generator().manual_seed(seed)
             rows = torch.randint(len(run.data), (MORE_SAMPLES,), generator=generator).to(objective.device)
-            unreached &= _unreached(run, run.data.inputs(rows, objective.dtype), take(run.data.y, rows))
+            more = _unreached(run, run.data.inputs(rows, objective.dtype), take(run.data.y, rows))
+            unreached, ignored = unreached & more[0], ignored & more[1]
     names = [name for name in objective.layers.names if name in unreached]
     is_cut = any("None of the inputs have requires_grad" in str(one.message) for one in caught)
     hint = f"; {CUT}" if is_cut else ""
     if names == list(objective.layers.names):
         raise BadInput(f"there is no gradient: the loss does not depend on any trainable parameter{hint}")
+    if ignored and not takes_tensors(objective.loss):  # `warn_of_ignored_outputs` names those of the others
+        whole = run.evaluation.outputs
+        log.warning(
+            "the loss ignores %s of the %s that the model returns: use %s in the loss, unless only metrics need %s",
+            listed([name for name in elements_of(whole) if name in ignored]), type(whole).__name__,
+            *("it" if len(ignored) == 1 else "them",) * 2,
+        )  # fmt: skip
     if names:
         numbers = sum(math.prod(objective.layers.shapes[name]) for name in names)
         log.warning(
@@ -159,23 +172,37 @@ def warn_of_unreached(run: DryRun) -> None:
         )  # fmt: skip
 
 
-def _unreached(run: DryRun, inputs: Inputs, targets: Targets) -> set[str]:
-    """Return the names of the parameters that the loss of a training batch does not depend on."""
+def _unreached(run: DryRun, inputs: Inputs, targets: Targets) -> tuple[set[str], set[str]]:
+    """Return the names of the parameters and of the outputs that the loss of a training batch does not depend on.
+
+    Outputs that lead to others, such as hidden states, count as used with these.
+    """
     objective = run.objective
     parameters = {n: p.clone().requires_grad_() for n, p in objective.layers.unflatten(objective.start).items()}
     buffers = {n: b.clone() for n, b in objective.buffers.items()}
 
-    def unreached(outputs: Any) -> set[str]:
+    def unreached(outputs: Any) -> tuple[set[str], set[str]]:
         loss = objective.losses(outputs, targets).mean()
         if not loss.requires_grad:
-            return set(parameters)
-        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        return {name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None}
+            return set(parameters), set()
+        elements = {
+            name: [t for t in tensors_in(part) if t.requires_grad] for name, part in elements_of(outputs).items()
+        }
+        trained = [(name, tensor) for name, part in elements.items() for tensor in part]
+        points = [*parameters.values(), *(tensor for _, tensor in trained)]
+        is_used = [each is not None for each in torch.autograd.grad(loss, points, allow_unused=True)]
+        used = {name for (name, _), found in zip(trained, is_used[len(parameters) :], strict=True) if found}
+        return (
+            {name for name, found in zip(parameters, is_used, strict=False) if not found},
+            {name for name, part in elements.items() if part} - used,
+        )
 
     try:
-        found: set[str] = objective.outputs_at(parameters, buffers, inputs, train=True, on_outputs=unreached)
+        found: tuple[set[str], set[str]] = objective.outputs_at(
+            parameters, buffers, inputs, train=True, on_outputs=unreached
+        )
     except Exception:  # raised again, and explained, in training
-        return set()
+        return set(), set()
     return found
 
 
@@ -212,7 +239,9 @@ def _rows(what: str, values: Any) -> str:
 
 
 def _shapes(what: str, values: Any) -> str:
-    return f"{what} of shape {list(values.shape)}" if isinstance(values, Tensor) else what
+    return (
+        f"{what} of shape {list(values.shape)}" if isinstance(values, Tensor) else f"{what} (a {type(values).__name__})"
+    )
 
 
 def _squeeze(outputs: Any, targets: Any, start: str = "") -> str:

@@ -80,6 +80,18 @@ def warn_of_logits(run: DryRun) -> None:
         log.warning("nll needs log-probabilities, and the model's outputs are larger than 0: use cross_entropy instead")
 
 
+def warn_of_softmax(run: DryRun) -> None:
+    """Warn of probabilities where a cross entropy needs logits: training would be slow."""
+    axis = None if run.objective.loss is nll else class_axis(run.objective.loss)
+    if axis is None:
+        return
+    outputs = outputs_of(run.evaluation.outputs)
+    sums = outputs.sum(axis)
+    if outputs.shape[axis] > 1 and _are_fractions(outputs) and torch.allclose(sums, torch.ones_like(sums), atol=1e-4):
+        name = loss_name(run.objective.loss)
+        log.warning("the outputs of every sample sum to 1, and %s needs logits: leave the Softmax out", name)
+
+
 def warn_of_probabilities(run: DryRun) -> None:
     """Warn of probabilities where the accuracy needs a logit; a user's loss may take either."""
     objective = run.objective
