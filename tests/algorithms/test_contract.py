@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lamina import BadInput, Layers, algorithms
-from lamina.algorithms.contract import ClientInfo, Number, ServerInfo
+from lamina.algorithms.contract import ClientInfo, Number, ServerInfo, trial_step
 from lamina.algorithms.declaration import options, registry
 from lamina.algorithms.rehearsal import rehearse
 from lamina.rounds.ledger import payload_bytes, wire_cost
@@ -53,7 +53,7 @@ def play(algorithm, x, gradients, rounds=3, lr=0.01, steps=2.0):
         local = algorithm.begin(down, client, info)
         records += [server, client, down, local]
         for k in (1, 2):
-            local = algorithm.step(local, down, gradients(r, k), lr, LAYERS)
+            local = trial_step(algorithm, local, down, gradients(r, k), info)
             records.append(local)
         up, client = algorithm.finish(local, down, client, info)
         server = algorithm.update(server, up, server_info)
@@ -143,6 +143,8 @@ GRID = {  # three values of every numeric option
     "server_lr": (1.0, 0.5, 0.1),
     "decay": (0.0, 0.1, 0.3),
     "mu": (0.0, 0.1, 1.0),
+    "rho": (0.1, 0.0, 0.5),
+    "v_hat_init": (1e-3, 1e-6, 0.1),
     "scale": (0.0, 0.5, 1.5),
     "clip_direction": (0.5, 2.0, float("inf")),
     "phi_min": (0.0, 0.01, 1.0),
@@ -187,7 +189,7 @@ def test_every_algorithm_minimises_a_quadratic_with_its_default_rate(name):
         down = algorithm.broadcast(server, server_info)
         local = algorithm.begin(down, client, info)
         for _ in range(2):
-            local = algorithm.step(local, down, local.y - 1, algorithm.card.lr, LAYERS)
+            local = trial_step(algorithm, local, down, local.y - 1, info)
         up, client = algorithm.finish(local, down, client, info)
         server = algorithm.update(server, up, server_info)
     assert float(((server.x - 1) ** 2).sum()) < P
@@ -203,7 +205,7 @@ def test_cards_and_files_are_complete(name):
     source = inspect.getsource(inspect.getmodule(cls))
     assert source.count("@algorithm(") == 1
     assert len(source.splitlines()) <= 180  # three screens
-    assert cls.card.link.startswith("https://arxiv.org/abs/") or name == "fedlada_lamb"  # our own, in no paper
+    assert cls.card.link.startswith("https://arxiv.org/abs/") or name == "fedlada_lamb"  # our own
 
 
 @pytest.mark.parametrize(

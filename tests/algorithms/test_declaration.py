@@ -51,7 +51,10 @@ def test_values_that_an_option_does_not_accept_are_refused_in_one_line(call, tex
         ),
         (lambda: lamina.FedLamb(weight_decay=0.1), "did you mean 'decay'"),
         (lambda: lamina.FedAvg(momentum=0.9), "FedAvg has no option 'momentum': 'momentum' is an option of FedAms, "),
-        (lambda: algorithms.create("fedavg", mu=0.9), "fedavg has no option 'mu': 'mu' is an option of FedProx .its"),
+        (
+            lambda: algorithms.create("fedavg", mu=0.9),
+            "fedavg has no option 'mu': 'mu' is an option of DiLoCo, FedAvgM, FedProx .its",
+        ),
         (lambda: lamina.FedAvg(lr=0.9), "'lr' is a setting of training, Simulation.*train.lr in a file"),
         (lambda: lamina.FedAvg(learning_rate=0.9), "'lr' is a setting of training"),
         (lambda: lamina.FedAvg(num_epochs=2), "'epochs' is a setting of training"),

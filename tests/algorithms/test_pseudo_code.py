@@ -71,6 +71,8 @@ CODES: list[dict[str, Any]] = [  # what public codes of FedLADA do differently (
     {"moment_correction": "first_round"},
     {"moment_correction": "first_round", "amsgrad": False, "v_init": 1e-4},
 ]
+SERVER = {"v_init": 1e-2, "server_lr": 0.3, "beta1": 0.4, "tau": 0.1, **DECAY}
+ADAMW = {"beta1": 0.5, "beta2": 0.7, "eps": 1e-2, "decay": 0.3, "server_lr": 0.6}
 ALL_CODES = {**NUMBERS, "amsgrad": False, "moment_correction": "m", "decay": 0.2, "decay_form": "decoupled"}
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "fedavg": [{"server_lr": 0.7, **DECAY}, {"preset": "fedlada_paper"}],
@@ -142,6 +144,43 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"preset": "mime", "layers": "module", "decay": 0.1},
         {"layers": "model"},
     ],
+    "fedavgm": [{"mu": 0.5, "server_lr": 0.7, **DECAY}, {"damped": True}],
+    "fedyogi": [{"preset": "flower"}, SERVER | {"beta2": 0.7}],
+    "fedadagrad": [{"preset": "flower"}, SERVER],
+    "fedams_server": [
+        {"preset": "option2"},
+        {"preset": "authors"},
+        {"bias_correction": True, "beta2": 0.3},
+        SERVER | {"beta2": 0.3, "v_init": 1e-5, "v_hat_init": 0.05},
+    ],
+    "feddyn": [{"alpha": 0.5}, {"preset": "authors"}, {"preset": "fl_simulator"}],
+    "fedsam": [{"rho": 0.5, "server_lr": 0.7, **DECAY}, {"preset": "fl_simulator"}],
+    "mofedsam": [
+        {"rho": 0.5, "alpha": 0.5, "server_lr": 0.7},
+        *DECAYS,
+        {"preset": "fl_simulator"},
+        {"preset": "fl_simulator", "clip_direction": 0.05, "decay": 0.2},
+    ],
+    "fedlion": [{"preset": "authors"}, {"beta1": 0.5, "beta2": 0.7, "server_lr": 0.7, **DECAY}],
+    "localadamw": [ADAMW],
+    "fedadamw": [
+        ADAMW | {"alpha": 0.2},
+        *[{"v_sync": "full", **more} for more in ({}, {"beta2": 0.7}, {"m_correction": "global"})],
+        {"v_sync": "none", "local_weight": "complement"},
+        {"layers": "module", "beta2": 0.7},
+        {"layers": "model", "beta2": 0.7},
+        {"preset": "vision"},
+        {"preset": "language"},
+    ],
+    "diloco": [ADAMW | {"mu": 0.5}, {"inner_state": "restart"}],
+    "fedlars": [
+        *LAYERWISE,
+        {"order": "lamb"},
+        *[{"order": "lamb", **decay} for decay in DECAYS],
+        {"order": "lamb", "decay": 0.2, "momentum": "restart"},
+        {"momentum": "restart", "beta1": 0.5, "server_lr": 0.7},
+        {"layers": "model"},
+    ],
 }
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -193,7 +232,9 @@ def test_library_follows_the_pseudo_code(case: Any) -> None:
 
 NO_EFFECT = {  # options that cannot matter in their case
     ("fedcm", "clip_direction", 10.0),
+    ("mofedsam", "clip_direction", 10.0),
     ("scaffold", "clip_direction", 10.0),  # the presets' ceiling is above every direction here
+    ("fedlars", "decay_form", "l2"),  # in the order "lars", "ratio" adds the decay to the gradient, too
     ("fedlada", "v_init", 0.0),  # nothing but rounding is left of the default, 1e-16, after a step
 }
 

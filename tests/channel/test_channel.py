@@ -138,17 +138,16 @@ def test_what_was_sent_and_the_rest_are_what_was_wanted(codec):
             assert float(rest.norm()) > 0
 
 
-def test_a_compressed_fedams_on_the_server_is_fedcams():
-    """Wang, Lin and Chen 2022, option 2, with scaled signs: transcribed in numpy, for a model of one layer."""
-    model = nn.Linear(5, 3, bias=False).double()
-    algorithm = lamina.algorithms.create(
-        "fedadam", amsgrad=True, beta1=0.9, beta2=0.99, tau=1e-3, v_init=0.0, server_lr=0.5
-    )
+@pytest.mark.parametrize("codec", [{"name": "sign", "scale": "model"}, {"name": "topk", "share": 3 / 18}], ids=str)
+def test_fedams_on_the_server_with_a_codec_is_fedcams(codec):
+    """Wang, Lin and Chen 2022, Algorithm 2, option 2, in numpy: the codec sees the whole vector, weights and bias."""
+    algorithm = lamina.algorithms.create("fedams_server", "option2", beta1=0.9, beta2=0.99, server_lr=0.5)
     run = simulation(
-        algorithm, model=model, channel=Channel("sign", feedback=True), weighting="clients", batch_size=None,
-        local_steps=2, lr=0.1, clients=PARTS, seed=3,
+        algorithm, model=nn.Linear(5, 3).double(), channel=Channel(codec, feedback=True), weighting="clients",
+        batch_size=None, local_steps=2, lr=0.1, clients=PARTS, seed=3,
     )  # fmt: skip
-    x, y, data = model.weight.detach().numpy().copy(), Y.numpy(), X.numpy()
+    x, y = run.state.server.x.numpy().copy(), Y.numpy()
+    inputs = np.concatenate([X.numpy(), np.ones((len(X), 1))], 1)
     m, v, v_hat = np.zeros_like(x), np.zeros_like(x), np.zeros_like(x)
     errors = {i: np.zeros_like(x) for i in range(len(PARTS))}
     for number in range(1, 7):
@@ -156,13 +155,17 @@ def test_a_compressed_fedams_on_the_server_is_fedcams():
         for client in cohort:
             local, rows = x.copy(), list(PARTS[client])
             for _ in range(2):
-                logits = data[rows] @ local.T
+                weights = np.concatenate([local[:15].reshape(3, 5), local[15:, None]], 1)
+                logits = inputs[rows] @ weights.T
                 p = np.exp(logits - logits.max(1, keepdims=True))
                 p /= p.sum(1, keepdims=True)
                 p[np.arange(len(rows)), y[rows]] -= 1
-                local -= 0.1 * p.T @ data[rows] / len(rows)
+                gradient = p.T @ inputs[rows] / len(rows)
+                local -= 0.1 * np.concatenate([gradient[:, :5].ravel(), gradient[:, 5]])
             w = local - x + errors[client]
             read = np.abs(w).sum() / w.size * np.where(w >= 0, 1.0, -1.0)
+            if codec["name"] == "topk":
+                read = np.where(np.abs(w) >= np.sort(np.abs(w))[-3], w, 0.0)
             errors[client] = w - read  # an absent client keeps its old one
             reads.append(read)
         mean = np.mean(reads, 0)
@@ -170,8 +173,9 @@ def test_a_compressed_fedams_on_the_server_is_fedcams():
         v_hat = np.maximum(v_hat, v)
         x = x + 0.5 * m / (np.sqrt(v_hat) + 1e-3)
         run.run(1)
-        np.testing.assert_allclose(run.state.server.x.numpy().reshape(3, 5), x, rtol=1e-9, atol=1e-12)
-        assert run.history[-1]["bytes_up"] == len(cohort) * (2 + 8)  # 15 bits and one float64
+        np.testing.assert_allclose(run.state.server.x.numpy(), x, rtol=1e-9, atol=1e-12)
+        sent = 3 + 8 if codec["name"] == "sign" else 3 * 8 + 2  # 18 bits and a float64; 3 float64 and places of 5 bits
+        assert run.history[-1]["bytes_up"] == len(cohort) * sent
 
 
 def test_second_moments_are_sent_as_differences_and_stay_non_negative():

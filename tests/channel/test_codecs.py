@@ -16,7 +16,16 @@ VALUES = torch.randn(N, dtype=torch.float64, generator=torch.Generator().manual_
     [torch.full((size,), 10.0**-i) for i, size in enumerate(SIZES)]
 )
 UNBIASED = [QSGD(2, 8), QSGD(4), RandK(0.2), Sketch(0.3), Sketch(0.5, rows=3), [RandK(0.3), QSGD(3, 4)]]
-EVERY = [BF16(), FP16(), Sign(), TopK(0.1), *UNBIASED, [TopK(0.4), FP16()], [Sketch(0.4, rows=2), QSGD(6)]]
+EVERY = [
+    BF16(),
+    FP16(),
+    Sign(),
+    Sign("model"),
+    TopK(0.1),
+    *UNBIASED,
+    [TopK(0.4), FP16()],
+    [Sketch(0.4, rows=2), QSGD(6)],
+]
 
 
 def streams(draws=None):
@@ -82,6 +91,7 @@ def test_top_numbers_and_signs_by_hand():
     values = torch.tensor([3.0, -1.0, 0.5, -4.0])
     assert read(TopK(0.5), values, streams(), [4]).tolist() == [3.0, 0.0, 0.0, -4.0]
     assert read(Sign(), values, streams(), [2, 2]).tolist() == [2.0, -2.0, 2.25, -2.25]
+    assert read(Sign("model"), values, streams(), [2, 2]).tolist() == [2.125, -2.125, 2.125, -2.125]
     n = float(values @ values)
     error = read(Sign(), values, streams(), [4]) - values  # card 3 of FedCAMS: ||w||^2 - ||w||_1^2 / d
     assert float(error @ error) == pytest.approx(n - 8.5**2 / 4)
@@ -116,6 +126,7 @@ def test_rows_are_read_as_single_vectors(codec):
         ("fp16", 2 * N + 4 * 4),
         (QSGD(3, 10), math.ceil(3 * N / 8) + 4 * (3 + 1 + 1 + 4)),
         ("sign", math.ceil(N / 8) + 4 * 4),
+        (Sign("model"), math.ceil(N / 8) + 4),
         (TopK(0.1), 4 * 8 + 7),  # 8 numbers, and 8 places of 7 bits
         (RandK(0.1), 4 * 8),
         (Sketch(0.5, rows=3), 4 * 39),
@@ -145,6 +156,7 @@ def test_nothing_is_lost_where_all_numbers_are_alike():
         ({"name": "qsgd", "bits": 1}, "bits = 1 is not a whole number >= 2"),
         ({"name": "qsgd", "bits": 17}, "bits = 17 exceeds the limit of 16"),
         ({"name": "qsgd", "bit": 4}, "did you mean 'bits'"),
+        ({"name": "sign", "scale": "bucket"}, "unknown codec 'sign': scale 'bucket'"),
         ({"name": "topk", "share": 0}, "codec 'topk': share = 0"),
         ({"name": "topk", "bits": 3}, "'bits' is an option of qsgd"),
         (["qsgd", "topk"], "'topk' cannot follow 'qsgd'"),

@@ -13,12 +13,14 @@ import numpy as np
 import torch
 
 import lamina
+import newer_transcriptions
 import transcriptions as T  # noqa: N812
 from lamina import algorithms
 from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.algorithms.declaration import options
 
-NAMES = tuple(T.ALL)
+TRANSCRIPTIONS = T.ALL | newer_transcriptions.ALL
+NAMES = tuple(TRANSCRIPTIONS)
 SIZES = (7, 12, 3, 9, 5)
 CLIENTS = np.split(np.arange(sum(SIZES)), np.cumsum(SIZES)[:-1])
 INPUTS = np.random.default_rng(7).normal(size=(sum(SIZES), T.INPUTS))
@@ -27,7 +29,8 @@ TRAIN = (torch.from_numpy(INPUTS), torch.from_numpy(LABELS))
 START = T.start_vector()
 LAYERS = lamina.Layers(T.SHAPES)
 LR = dict.fromkeys(("fedams", "mime"), 5e-4) | dict.fromkeys(("localadam", "fedlada"), 0.01)
-LR |= dict.fromkeys(("fedlamb", "mimelamb", "fedlada_lamb"), 0.03)
+LR |= dict.fromkeys(("fedlamb", "mimelamb", "fedlada_lamb", "fedlars"), 0.03)
+LR |= dict.fromkeys(("localadamw", "fedadamw", "diloco", "fedlion"), 0.01)
 BYTES = T.SIZE * 8  # of one float64 vector
 
 DECAYS: list[dict[str, Any]] = [{"decay": 0.2, "decay_form": form} for form in ("l2", "decoupled")]
@@ -62,7 +65,7 @@ def transcribe(simulation: lamina.Simulation, rounds: int, override: dict[str, A
     clips_gradient = chosen.get("clip_direction", np.inf) == np.inf
     gradient = T.Gradient(INPUTS, LABELS, (protocol.clip if clips_gradient else None) or np.inf)
     plans = [simulation.plan.round(r) for r in range(1, rounds + 1)]
-    return T.ALL[algorithm.card.name](START, plans, gradient, SimpleNamespace(**chosen))
+    return TRANSCRIPTIONS[algorithm.card.name](START, plans, gradient, SimpleNamespace(**chosen))
 
 
 _TRAJECTORIES: dict[str, np.ndarray] = {}

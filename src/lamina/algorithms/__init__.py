@@ -7,18 +7,30 @@ from typing import Any
 
 from lamina.algorithms.contract import Algorithm, Card
 from lamina.algorithms.declaration import option_places, options, registry
+from lamina.algorithms.diloco import DiLoCo
+from lamina.algorithms.fedadagrad import FedAdagrad
 from lamina.algorithms.fedadam import FedAdam
 from lamina.algorithms.fedadam_star import FedAdamStar
+from lamina.algorithms.fedadamw import FedAdamW
 from lamina.algorithms.fedams import FedAms
+from lamina.algorithms.fedams_server import FedAmsServer
 from lamina.algorithms.fedavg import FedAvg
+from lamina.algorithms.fedavgm import FedAvgM
 from lamina.algorithms.fedcm import FedCM
+from lamina.algorithms.feddyn import FedDyn
 from lamina.algorithms.fedlada import FedLada
 from lamina.algorithms.fedlada_lamb import FedLadaLamb
 from lamina.algorithms.fedlamb import FedLamb
+from lamina.algorithms.fedlars import FedLars
+from lamina.algorithms.fedlion import FedLion
 from lamina.algorithms.fedprox import FedProx
+from lamina.algorithms.fedsam import FedSam
+from lamina.algorithms.fedyogi import FedYogi
 from lamina.algorithms.localadam import LocalAdam
+from lamina.algorithms.localadamw import LocalAdamW
 from lamina.algorithms.mime import Mime
 from lamina.algorithms.mimelamb import MimeLamb
+from lamina.algorithms.mofedsam import MoFedSam
 from lamina.algorithms.scaffold import Scaffold
 from lamina.base.errors import BadInput, unknown
 from lamina.base.registry import import_named, refuse_unknown_options
@@ -27,18 +39,30 @@ __all__ = [
     "BUILT_IN",
     "Algorithm",
     "Card",
+    "DiLoCo",
+    "FedAdagrad",
     "FedAdam",
     "FedAdamStar",
+    "FedAdamW",
     "FedAms",
+    "FedAmsServer",
     "FedAvg",
+    "FedAvgM",
     "FedCM",
+    "FedDyn",
     "FedLada",
     "FedLadaLamb",
     "FedLamb",
+    "FedLars",
+    "FedLion",
     "FedProx",
+    "FedSam",
+    "FedYogi",
     "LocalAdam",
+    "LocalAdamW",
     "Mime",
     "MimeLamb",
+    "MoFedSam",
     "Scaffold",
     "create",
     "find",

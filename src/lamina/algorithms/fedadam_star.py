@@ -13,7 +13,8 @@ from torch import Tensor
 from lamina.algorithms import fedcm
 from lamina.algorithms.contract import Displacement, Number, ServerInfo, zeros
 from lamina.algorithms.declaration import algorithm, option
-from lamina.algorithms.fedadam import FedAdam, Server
+from lamina.algorithms.fedadam import FedAdam
+from lamina.algorithms.server_moments import Server
 from lamina.objective.layers import Layers
 
 

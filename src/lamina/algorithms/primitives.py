@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ def square_less_noise(mean: Tensor, variance: Number) -> Tensor:
     return mean**2 if is_exactly(variance, 0) else (mean**2 - variance).clamp(min=0)
 
 
+@overload
+def next_weight(weight: Tensor, beta: Number) -> Tensor: ...
+@overload
+def next_weight(weight: None, beta: Number) -> None: ...
 def next_weight(weight: Tensor | None, beta: Number) -> Tensor | None:
     """Return the weight of gradients in a moment after one more: the moment's own recursion with g = 1 (B21)."""
     return None if weight is None else beta * weight + (1 - beta)
@@ -74,12 +78,17 @@ def clip_by_norm(u: Tensor, limit: Number) -> Tensor:
 
 def refuse_dead_moments(options: Any, *added: Number) -> None:
     """Refuse decay rates with which nothing is learned. `added` are the terms beside v in the divisor."""
-    if is_exactly(options.beta1, 1):
-        raise BadInput("beta1 = 1 never lets a gradient into the momentum, so nothing is learned: choose beta1 < 1")
+    refuse_dead_momentum(options)
     if is_exactly(options.beta2, 1) and all(is_exactly(value, 0) for value in (options.v_init, *added)):
         raise BadInput(
             "beta2 = 1 keeps the second moment at v_init = 0, so nothing is learned: choose beta2 < 1 or v_init > 0"
         )
+
+
+def refuse_dead_momentum(options: Any) -> None:
+    """Refuse beta1 = 1."""
+    if is_exactly(options.beta1, 1):
+        raise BadInput("beta1 = 1 never lets a gradient into the momentum, so nothing is learned: choose beta1 < 1")
 
 
 def refuse_zero_divisor(options: Any, when: str = "in round 1") -> None:

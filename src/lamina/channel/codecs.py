@@ -14,13 +14,13 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from lamina.base import rng
-from lamina.base.errors import BadInput
+from lamina.base.errors import BadInput, unknown
 from lamina.base.limits import check_count, check_number
 from lamina.base.registry import create_named, explain_options
 from lamina.channel.groups import Groups, positive
@@ -151,16 +151,30 @@ class QSGD(Codec):
 
 @dataclass(frozen=True)
 class Sign(Codec):
-    """One bit per number: its sign, times the mean magnitude of its layer (Karimireddy et al. 2019)."""
+    """One bit per number: its sign, times a mean magnitude (Karimireddy et al. 2019).
+
+    Args:
+        scale: of every "layer", or one of the whole "model", as FedCAMS has it.
+    """
+
+    scale: Literal["layer", "model"] = "layer"
+
+    def __post_init__(self) -> None:
+        if self.scale not in (choices := ("layer", "model")):
+            raise unknown("codec 'sign': scale", str(self.scale), choices)
 
     def encode(self, values: Tensor, sizes: Sequence[int], stream: Tensor) -> list[Part]:
-        """Return the signs, and every layer's mean magnitude."""
-        magnitudes = torch.stack([each.abs().mean(-1) for each in torch.split(values, list(sizes), -1)], -1)
+        """Return the signs, and the mean magnitudes."""
+        magnitudes = torch.stack([each.abs().mean(-1) for each in torch.split(values, self._sizes(sizes), -1)], -1)
         return [Part((values >= 0).to(values.dtype), 1, 1), floats(magnitudes)]
 
     def decode(self, parts: Sequence[Tensor], sizes: Sequence[int], stream: Tensor) -> Tensor:
         """Return the signs times the magnitudes."""
-        return (2 * parts[0].to(parts[1].dtype) - 1) * Groups.of(tuple(sizes), None).spread(parts[1])
+        groups = Groups.of(tuple(self._sizes(sizes)), None)
+        return (2 * parts[0].to(parts[1].dtype) - 1) * groups.spread(parts[1])
+
+    def _sizes(self, sizes: Sequence[int]) -> list[int]:
+        return list(sizes) if self.scale == "layer" else [sum(sizes)]
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,10 @@ class Layers:
         pieces = torch.split(u, self._sizes[by], dim=-1)
         return torch.stack([torch.linalg.vector_norm(piece, dim=-1) for piece in pieces], dim=-1)
 
+    def means(self, u: Tensor, by: Grouping = "tensor") -> Tensor:
+        """Return the mean over every layer: [..., p] -> [..., number of layers]."""
+        return torch.stack([piece.mean(dim=-1) for piece in torch.split(u, self._sizes[by], dim=-1)], dim=-1)
+
     def spread(self, per_layer: Tensor, by: Grouping = "tensor") -> Tensor:
         """Repeat one value per layer over the layer: [..., number of layers] -> [..., p]."""
         if len(self._sizes[by]) == 1:

@@ -37,10 +37,9 @@ def random_rows(record):
     return type(record)(*(None if value is None else vector(value) for value in fields))
 
 
-CASES = {name: {} for name in lamina.registry()}
-CASES |= {
-    f"{name} {preset}": {"preset": preset} for name in lamina.registry() for preset in lamina.find(name).card.presets
-}
+FUSED = [name for name in lamina.registry() if not lamina.create(name).needs(1).second_gradient]
+CASES = {name: {} for name in FUSED}
+CASES |= {f"{name} {preset}": {"preset": preset} for name in FUSED for preset in lamina.find(name).card.presets}
 CASES |= {
     "fedcm clipped": {"clip_direction": 0.5},
     "scaffold clipped": {"clip_direction": 0.5, "decay": 0.01},

@@ -37,6 +37,7 @@ EXPRESSIONS: dict[str, str | None] = {
     "rsqrt.default": "tl.div_rn(1.0, tl.sqrt_rn({0}))",
     "reciprocal.default": "tl.div_rn(1.0, {0})",
     "square.default": "({0} * {0})",
+    "sign.default": "(tl.where({0} > 0, 1.0, 0.0) - tl.where({0} < 0, 1.0, 0.0))",  # of a NaN 0, as torch's
     "exp.default": "tl.exp({0})",
     "log.default": "tl.log({0})",
     "maximum.default": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",

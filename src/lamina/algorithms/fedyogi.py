@@ -1,0 +1,37 @@
+"""FedYogi: FedAdam whose second moment grows and shrinks by steps of at most (1 - beta_2) D^2.
+
+Reddi et al. 2021, "Adaptive federated optimization", Algorithm 2, the line of FedYogi. "C25" is an entry in the list of
+choices: docs/reference/algorithms.md.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lamina.algorithms.contract import Number
+from lamina.algorithms.declaration import algorithm, option
+from lamina.algorithms.primitives import refuse_dead_moments
+from lamina.algorithms.server_moments import ServerMoments
+
+
+@algorithm(
+    "fedyogi",
+    title="FedYogi",
+    reference="Reddi et al. 2021, Alg. 2",
+    link="https://arxiv.org/abs/2003.00295",
+    lr=0.1,
+    paper_cost=1,
+    presets={"flower": {"v_init": 0.0}},  # C25
+)
+class FedYogi(ServerMoments):
+    """Clients run SGD; the server runs Yogi on their mean displacement."""
+
+    beta2: Number = option(0.99, "1 - beta_2 is the largest step of v, in squared displacements", low=0.0, high=1.0)
+
+    def check(self) -> None:
+        """Refuse decay rates with which nothing is learned."""
+        super().check()
+        refuse_dead_moments(self, self.tau)
+
+    def next_v(self, v: Tensor, square: Tensor) -> Tensor:
+        return v - (1 - self.beta2) * square * (v - square).sign()
