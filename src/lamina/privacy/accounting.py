@@ -144,10 +144,10 @@ class Accountant:
         cohort = cohort_size(self.clients, self.participation) if self.sampling == "exact" else expected
         return self.noise_multiplier * bound / cohort
 
-    def epsilon(self, rounds: int) -> float:
-        """Return ε at `delta` after a number of rounds; the same call again is free."""
+    def epsilon(self, rounds: int, delta: float | None = None) -> float:
+        """Return ε at a δ, by default `delta`, after a number of rounds; the same call again is free."""
         check_count("rounds", rounds, MOST, least=0)
-        return _epsilon(self, rounds) if rounds else 0.0
+        return _epsilon(self, rounds, self.delta if delta is None else delta) if rounds else 0.0
 
     def guarantee(self, rounds: int) -> Guarantee:
         """Return the guarantee after a number of rounds."""
@@ -209,15 +209,15 @@ def joint_multiplier(multipliers: Iterable[float]) -> float:
 
 
 @functools.cache
-def _epsilon(accountant: Accountant, rounds: int) -> float:
+def _epsilon(accountant: Accountant, rounds: int, delta: float) -> float:
     a = accountant
     if not a.is_amplified:
         reach = sensitivity(square_root(a.bands), rounds, a.min_separation or 1)
-        return _gaussian_epsilon(a.noise_multiplier / reach, a.delta)
+        return _gaussian_epsilon(a.noise_multiplier / reach, delta)
     if a.noise_multiplier < LEAST_SAMPLED_NOISE:  # sampling only ever helps, so its bound without it holds
         reach = 1 if a.sampling == "bernoulli" and a.cohort_cap is None else 2
-        return _gaussian_epsilon(a.noise_multiplier / (reach * math.sqrt(rounds)), a.delta)
-    return max(each.epsilon(rounds, a.delta) for each in _losses(dataclasses.replace(a, delta=LEAST_DELTA)))
+        return _gaussian_epsilon(a.noise_multiplier / (reach * math.sqrt(rounds)), delta)
+    return max(each.epsilon(rounds, delta) for each in _losses(dataclasses.replace(a, delta=LEAST_DELTA)))
 
 
 def _gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
