@@ -52,20 +52,20 @@ def audit(
     torch.set_num_threads(choose_threads(experiment, simulation.objective.start.numel()))
     with base.round_bars(["audit"], state="", total=rounds, completed=0) as bars:
         found = measure(simulation, rounds, runs=runs, seed=seed, on_round=lambda n: bars.update("audit", completed=n))
-    print_audit(found, runs)
+    print_audit(found)
     if found.proves_error:
         raise typer.Exit(1)
 
 
-def print_audit(found: Audit, runs: int) -> None:
+def print_audit(found: Audit) -> None:
     """Print what is accounted for, what was measured, and what that means."""
     after = f"δ = {found.delta:g} after {plural(found.rounds, 'round')}"
     echo(f"accounted: ε = {found.accounted:.3g} at {after}, noise multiplier {found.noise_multiplier:.4g}")
-    scores = f"{plural(runs, 'run')} show of {plural(len(found.present), 'canary', 'canaries')}"
     noise = "any noise multiplier is possible"
     if found.shown > 0:
         noise = f"a noise multiplier of at most {found.shown_noise:.4g}"
-    echo(f"measured:  ε ≥ {found.shown:.3g} with {found.confidence:.0%} confidence, {noise}, as {scores}")
+    echo(f"measured:  ε ≥ {found.shown:.3g} with {found.confidence:.0%} confidence, {noise}")
+    echo(f"           (scores with a canary: {len(found.present)}, without: {len(found.absent)})")
     if found.proves_error:
         echo("More is seen than the guarantee allows: the clipping, the noise or the account is wrong.")
     else:

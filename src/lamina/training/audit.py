@@ -1,9 +1,9 @@
 """`audit`: what observers of the released means can in fact tell about one client of a federation.
 
-Half of the clients become *canaries*: each sends a vector far longer than the bound in a random direction of its own.
-The directions are orthogonal, so Gaussian noise hides each canary independently of the others, and a direction in which
-nobody sends shows what an observer sees without a canary. Canaries pass the very clipping, mean and noise of real
-clients, because only their uploads are replaced (`CanaryMixin`).
+Half of the clients become *canaries*: in every other run, each sends a vector far longer than the bound in a random
+direction of its own; in the other runs it sends nothing. The directions are orthogonal, so Gaussian noise hides each
+canary independently of the others. Canaries pass the very clipping, mean and noise of real clients, because only their
+uploads are replaced (`CanaryMixin`).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Audit:
     shown_noise: float  # the largest noise multiplier that the scores leave possible
     rounds: int
     confidence: float
-    present: NDArray[np.float64]  # the scores of the canaries
-    absent: NDArray[np.float64]  # the same of directions without one
+    present: NDArray[np.float64]  # the scores of canaries that sent something
+    absent: NDArray[np.float64]  # and of those that sent nothing
 
     @property
     def proves_error(self) -> bool:
@@ -81,7 +81,7 @@ def audit(
     Args:
         simulation: what is audited: its model, data, algorithm, engine and settings.
         rounds: of every run.
-        runs: how many to train side by side. More bring the bound closer to the truth.
+        runs: how many to train side by side, rounded up to an even number. More bring the bound closer to the truth.
         seed: of the audit's noise and cohorts; None: different in every audit.
         on_round: called with the number of every finished round.
     """
@@ -99,14 +99,17 @@ def audit(
     if privacy.epsilon is not None and accountant.epsilon(rounds) > privacy.epsilon:
         affordable = plural(accountant.rounds_within(privacy.epsilon, rounds), "round")
         raise BadInput(f"audit: rounds = {rounds} exceed the privacy budget, which is spent after {affordable}")
-    canaries = _Canaries.of(simulation, accountant, privacy)
+    canaries = _Canaries.of(simulation, privacy)
     if runs * canaries.count < LEAST_SCORES:
         needed, each = math.ceil(LEAST_SCORES / canaries.count), plural(canaries.count, "canary", "canaries")
         raise BadInput(f"audit: runs = {runs} with {each} each show next to nothing: take at least {needed}")
 
+    runs += runs % 2  # so that every canary is there as often as not
     source = secrets.token_bytes(32) if seed is None else f"audit {seed}/".encode()
     keys = [hashlib.sha256(source + f"{run}".encode()).digest() for run in range(runs)]
-    members = [_member(simulation, canaries, key) for key in keys]
+    # a direction must be with and without its canary: the other clients move every direction by another amount
+    shares = [canaries.shares(run, _replaces(accountant)) for run in range(runs)]
+    members = [_member(simulation, canaries, *each) for each in zip(shares, keys, strict=True)]
     population = Population(members)
     for number in range(1, rounds + 1):
         population.run_round()
@@ -114,7 +117,9 @@ def audit(
             raise error
         if on_round is not None:
             on_round(number)
-    present, absent = np.concatenate([_scores(member, canaries, accountant, rounds) for member in members], axis=1)
+    scores = np.stack([_scores(member, canaries, accountant, rounds) for member in members])
+    is_present = np.array(shares) == 1
+    present, absent = scores[is_present & ~np.isnan(scores)], scores[~is_present & ~np.isnan(scores)]
     noise = shown_noise(present, absent, accountant, rounds, CONFIDENCE)
     shown = 0.0
     if math.isfinite(noise):
@@ -125,7 +130,7 @@ def audit(
     )  # fmt: skip
 
 
-def _member(simulation: Training, canaries: _Canaries, key: bytes) -> Training:
+def _member(simulation: Training, canaries: _Canaries, shares: list[float], key: bytes) -> Training:
     """Return a run like the simulation at its start, with canaries, and with cohorts and noise that follow a key."""
     member = copy.copy(simulation)
     privacy = simulation.protocol.privacy
@@ -145,9 +150,9 @@ def _member(simulation: Training, canaries: _Canaries, key: bytes) -> Training:
     member.history = History(metric=simulation.metric)
     member.state, _ = member.start()
     x, channel = member.state.server.x, member.protocol.channel
-    for number, client in enumerate(canaries.clients):
-        algorithm = _with_canaries(simulation.algorithm, canaries, number)
-        member.state.clients[client] = first_record(algorithm, simulation.objective, x, channel=channel)
+    for number, share in enumerate(shares):  # the first clients are the canaries
+        algorithm = _with_canaries(simulation.algorithm, canaries, number, share)
+        member.state.clients[number] = first_record(algorithm, simulation.objective, x, channel=channel)
     return member
 
 
@@ -156,46 +161,46 @@ def _member(simulation: Training, canaries: _Canaries, key: bytes) -> Training:
 
 @dataclasses.dataclass(frozen=True)
 class _Canaries:
-    """The canaries of all runs: which clients they are, and what they send.
+    """What the canaries of all runs send, by their numbers; client c is canary number c.
 
     Args:
-        clients: the number of every client that is a canary. Those after the first `count` send the opposite of their
-            directions: where neighbours differ in a client that is replaced, they are the worst replacement.
-        count: of directions with a canary, and as many without one.
-        directions: by field of the upload [2 count, p]; a canary's own is its number's.
-        lengths: by field: what a canary sends in it at most, once it is clipped, times √fields.
+        count: of canaries.
+        directions: by field of the upload [count, p]; a canary's fields together have length 1.
+        lengths: by field: the length of what is left of it after clipping, ÷ its length in `directions`.
     """
 
-    clients: list[int]
     count: int
     directions: Mapping[str, Tensor]
     lengths: Mapping[str, float]
 
     @classmethod
-    def of(cls, simulation: Training, accountant: Accountant, privacy: Privacy) -> _Canaries:
+    def of(cls, simulation: Training, privacy: Privacy) -> _Canaries:
+        """Return the canaries of a simulation: half of its clients."""
         objective = simulation.objective
         names = sent_vectors(simulation.algorithm, objective.shared_layers)
         size, clients = objective.shared_layers.size, simulation.plan.clients.count
-        share = 4 if _replaces(accountant) else 2
-        count = max(1, min(clients // share, MOST_CANARIES, size // 4, MOST_NUMBERS // size))
+        count = max(1, min(clients // 2, MOST_CANARIES, size // 4, MOST_NUMBERS // size))
         generator = torch.Generator().manual_seed(0)
         directions, lengths = {}, {}
         for name in names:
-            drawn = torch.randn((size, 1 + 2 * count), generator=generator, dtype=torch.float64)
+            drawn = torch.randn((size, 1 + count), generator=generator, dtype=torch.float64)
             drawn[:, 0] = 1.0  # orthogonal to it, a direction sees nothing of what all numbers have in common
             directions[name] = (torch.linalg.qr(drawn)[0].T[1:] / math.sqrt(len(names))).to(objective.start)
             each = privacy.bound[name] * math.sqrt(len(names)) if isinstance(privacy.bound, Mapping) else privacy.bound
             lengths[name] = float(each)
-        return cls(list(range(2 * count if _replaces(accountant) else count)), count, directions, lengths)
+        return cls(count, directions, lengths)
 
-    def upload(self, name: str, number: Tensor) -> Tensor:
-        """Return a field of the uploads of canaries by their numbers [..., 1]; those of number -1 are none."""
-        which = number.squeeze(-1).long()
-        sign = torch.where(which < self.count, 1.0, -1.0) * (which >= 0)
-        return (BOUNDS_SENT * self.lengths[name] * sign).unsqueeze(-1) * self.directions[name][which.clamp(min=0)]
+    def shares(self, run: int, replaces: bool) -> list[float]:
+        """Return how much of its upload each canary sends in a run: all; or nothing, or its opposite if `replaces`."""
+        return [1.0 if (number + run) % 2 == 0 else -1.0 * replaces for number in range(self.count)]
+
+    def upload(self, name: str, number: Tensor, share: Tensor) -> Tensor:
+        """Return a field of the uploads of canaries, by their numbers and shares [..., 1]."""
+        direction = self.directions[name][number.squeeze(-1).long().clamp(min=0)]
+        return BOUNDS_SENT * self.lengths[name] * share * direction
 
     def seen(self, up: Any) -> NDArray[np.float64]:
-        """Return what a released mean shows in every direction, in units of a canary's part of the mean [2 count]."""
+        """Return what a released mean shows in every direction, in units of a canary's part of the sum [count]."""
         fields = {name: value for name in self.directions if (value := getattr(up, name)) is not None}
         seen = [self.directions[name] @ value / self.lengths[name] for name, value in fields.items()]
         # the fields that are sent share the bound
@@ -206,31 +211,30 @@ class _Canaries:
 class CanaryMixin(Algorithm):
     """An algorithm of which some clients are canaries: inherit from it first, then from the algorithm.
 
-    What a client keeps says which canary it is, by number; -1 for the others.
+    What a client keeps says which canary it is, by number, and how much it sends; others have the number -1.
     """
 
     canaries: _Canaries
-    number: int  # of the clients whose first state `client_init` returns
+    number: int  # of the client whose first state `client_init` returns
+    share: float
     released: dict[int, NDArray[np.float64]]  # by round, see `_Canaries.seen`
 
     def client_init(self, x: Tensor, layers: Any) -> Any:
-        """Return the algorithm's state of a client, and its number."""
+        """Return the algorithm's state of a client, and its number and share."""
         client = super().client_init(x, layers)
-        return _numbered(client)(*client, per_client(x, self.number))
+        return _numbered(client)(*client, per_client(x, self.number), per_client(x, self.share))
 
     def begin(self, down: Any, client: Any, info: Any) -> Any:
         """Return what the algorithm does."""
-        return super().begin(down, client.kind(*client[:-1]), info)
+        return super().begin(down, client.kind(*client[:-2]), info)
 
     def finish(self, local: Any, down: Any, client: Any, info: Any) -> tuple[Any, Any]:
         """Return the algorithm's upload, or a canary's in its place."""
-        up, after = super().finish(local, down, client.kind(*client[:-1]), info)
+        up, after = super().finish(local, down, client.kind(*client[:-2]), info)
         own = {name: value * (client.number < 0) for name, value in up._asdict().items() if value is not None}
-        sent = {
-            name: value + self.canaries.upload(name, client.number) if name in self.canaries.directions else value
-            for name, value in own.items()
-        }
-        return up._replace(**sent), _numbered(after)(*after, client.number)
+        for name in own.keys() & self.canaries.directions.keys():
+            own[name] = own[name] + self.canaries.upload(name, client.number, client.share)
+        return up._replace(**own), _numbered(after)(*after, client.number, client.share)
 
     def update(self, server: Any, up: Any, info: Any) -> Any:
         """Return what the algorithm does; note what the released mean shows of the canaries."""
@@ -239,14 +243,14 @@ class CanaryMixin(Algorithm):
 
     def client_model(self, x: Tensor, client: Any) -> Tensor:
         """Return what the algorithm does."""
-        return super().client_model(x, client.kind(*client[:-1]))
+        return super().client_model(x, client.kind(*client[:-2]))
 
 
-def _with_canaries(algorithm: Algorithm, canaries: _Canaries, number: int = -1) -> Any:
+def _with_canaries(algorithm: Algorithm, canaries: _Canaries, number: int = -1, share: float = 0.0) -> Any:
     """Return an algorithm that does the same for all clients but canaries."""
     options = {each.name: getattr(algorithm, each.name) for each in dataclasses.fields(algorithm)}  # type: ignore[arg-type]
     changed = _canary_class(type(algorithm))(**options)
-    for name, value in {"canaries": canaries, "number": number, "released": {}}.items():
+    for name, value in {"canaries": canaries, "number": number, "share": share, "released": {}}.items():
         object.__setattr__(changed, name, value)  # the record is frozen
     return changed
 
@@ -257,14 +261,14 @@ def _canary_class(kind: Any) -> Any:
 
 
 def _numbered(client: Any) -> Any:
-    """Return the class of a client's state with its number as a canary."""
+    """Return the class of a client's state with its number and share as a canary."""
     kind: Any = type(client)
     return _numbered_kind(kind)
 
 
 @functools.cache
 def _numbered_kind(kind: Any) -> Any:
-    numbered = namedtuple(f"Numbered{kind.__name__}", [*kind._fields, "number"])  # type: ignore[misc]
+    numbered = namedtuple(f"Numbered{kind.__name__}", [*kind._fields, "number", "share"])  # type: ignore[misc]
     numbered.kind = kind  # type: ignore[attr-defined]
     return numbered
 
@@ -273,10 +277,10 @@ def _numbered_kind(kind: Any) -> Any:
 
 
 def _scores(member: Training, canaries: _Canaries, accountant: Accountant, rounds: int) -> NDArray[np.float64]:
-    """Return the scores of a run's directions with and without a canary [2, count].
+    """Return the score of every canary of a run [count]; NaN for one that was never asked.
 
-    Each is the logarithm of how much likelier the releases are with the canary, to an observer who knows of the
-    cohorts what the accountant takes for known.
+    It is the logarithm of how much likelier the releases are with the canary, to an observer who knows of the cohorts
+    what the accountant takes for known.
     """
     privacy, algorithm, numbers = member.protocol.privacy, member.algorithm, range(1, rounds + 1)
     assert isinstance(algorithm, CanaryMixin)
@@ -285,7 +289,6 @@ def _scores(member: Training, canaries: _Canaries, accountant: Accountant, round
     assert noise is not None
     cohort = accountant.noise_multiplier / noise.deviation  # what the sum is divided by
     seen = cohort * np.stack([algorithm.released[number] for number in numbers], axis=1)
-    seen = seen.reshape(2, canaries.count, rounds)
     variance = accountant.noise_multiplier**2
     if accountant.is_amplified:
         chance, clients = accountant.participation, accountant.clients
@@ -294,16 +297,16 @@ def _scores(member: Training, canaries: _Canaries, accountant: Accountant, round
         ratios = _log_ratio(seen, chance, variance)
         if _replaces(accountant):
             ratios = ratios - _log_ratio(-seen, chance, variance)
-        return np.asarray(ratios.sum(-1))
+        return np.asarray(ratios.sum(1))
     cohorts = [() if member.plan.chooses_nobody(number) else member.plan.cohort(number) for number in numbers]
-    takes_part = np.array([[client in cohort for cohort in cohorts] for client in canaries.clients], dtype=float)
+    takes_part = np.array([[number in cohort for cohort in cohorts] for number in range(canaries.count)], dtype=float)
 
     def uncorrelated(values: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.array([np.convolve(each, noise.coefficients)[:rounds] for each in values])
 
     expected = uncorrelated(takes_part)
-    ratios = np.stack([expected * (uncorrelated(each) - expected / 2) for each in seen]) / variance
-    return np.asarray(ratios.sum(-1)[:, takes_part.any(1)])
+    ratios = expected * (uncorrelated(seen) - expected / 2) / variance
+    return np.where(takes_part.any(1), ratios.sum(1), np.nan)
 
 
 def _log_ratio(seen: NDArray[np.float64], chance: float, variance: float) -> NDArray[np.float64]:
