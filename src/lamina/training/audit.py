@@ -3,7 +3,8 @@
 Half of the clients become *canaries*: in every other run, each sends a vector far longer than the bound in a random
 direction of its own; in the other runs it sends nothing. The directions are orthogonal, so Gaussian noise hides each
 canary independently of the others. Canaries pass the very clipping, mean and noise of real clients, because only their
-uploads are replaced (`CanaryMixin`).
+uploads are replaced (`CanaryMixin`). Which canaries are in a cohort of fixed size is dependent, but so that hits and
+false alarms vary less than independent ones, which the bounds take them for.
 """
 
 from __future__ import annotations
