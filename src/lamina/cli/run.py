@@ -11,7 +11,6 @@ import typer
 from lamina.base.text import plural
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, echo
-from lamina.training.privacy import spends_too_much
 
 if TYPE_CHECKING:
     from lamina.training.history import Row
@@ -39,6 +38,7 @@ def run(
     from lamina.experiment.runs.log_lines import LogLines
     from lamina.experiment.runs.records import kept_engine
     from lamina.experiment.runs.tensorboard import TensorBoard
+    from lamina.training.privacy import spends_too_much
     from lamina.training.progress import IntervalLines
 
     is_again = file.suffix == ".json"
