@@ -22,6 +22,7 @@ that ε is an upper bound; the grid is chosen so that the excess is about 0.1 %.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -144,14 +145,20 @@ class Accountant:
         cohort = cohort_size(self.clients, self.participation) if self.sampling == "exact" else expected
         return self.noise_multiplier * bound / cohort
 
-    def epsilon(self, rounds: int, delta: float | None = None) -> float:
-        """Return ε at a δ, by default `delta`, after a number of rounds; the same call again is free."""
+    def epsilon(self, rounds: int) -> float:
+        """Return ε at `delta` after a number of rounds; the same call again is free."""
         check_count("rounds", rounds, MOST, least=0)
-        return _epsilon(self, rounds, self.delta if delta is None else delta) if rounds else 0.0
+        return _epsilon(self, rounds) if rounds else 0.0
 
     def guarantee(self, rounds: int) -> Guarantee:
         """Return the guarantee after a number of rounds."""
         return Guarantee(self.epsilon(rounds), self.delta)
+
+    def at(self, delta: float) -> Accountant:
+        """Return the accountant for another δ, also for one that promises nothing, which audits compare at."""
+        other = copy.copy(self)
+        object.__setattr__(other, "delta", delta)  # the record is frozen, and refuses such a δ
+        return other
 
     def rounds_within(self, epsilon: float, most: int) -> int:
         """Return how many rounds, at most `most`, the budget ε allows; 0 if the first round exceeds it."""
@@ -209,15 +216,15 @@ def joint_multiplier(multipliers: Iterable[float]) -> float:
 
 
 @functools.cache
-def _epsilon(accountant: Accountant, rounds: int, delta: float) -> float:
+def _epsilon(accountant: Accountant, rounds: int) -> float:
     a = accountant
     if not a.is_amplified:
         reach = sensitivity(square_root(a.bands), rounds, a.min_separation or 1)
-        return _gaussian_epsilon(a.noise_multiplier / reach, delta)
+        return _gaussian_epsilon(a.noise_multiplier / reach, a.delta)
     if a.noise_multiplier < LEAST_SAMPLED_NOISE:  # sampling only ever helps, so its bound without it holds
         reach = 1 if a.sampling == "bernoulli" and a.cohort_cap is None else 2
-        return _gaussian_epsilon(a.noise_multiplier / (reach * math.sqrt(rounds)), delta)
-    return max(each.epsilon(rounds, delta) for each in _losses(dataclasses.replace(a, delta=LEAST_DELTA)))
+        return _gaussian_epsilon(a.noise_multiplier / (reach * math.sqrt(rounds)), a.delta)
+    return max(each.epsilon(rounds, a.delta) for each in _losses(dataclasses.replace(a, delta=LEAST_DELTA)))
 
 
 def _gaussian_epsilon(noise_multiplier: float, delta: float) -> float:

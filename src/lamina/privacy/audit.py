@@ -83,7 +83,7 @@ def shown_noise(
 
     def is_too_much(noise: float) -> bool:
         mechanism = dataclasses.replace(accountant, noise_multiplier=noise)
-        return any(bound > mechanism.epsilon(rounds, delta) for delta, bound in bounds.items())
+        return any(bound > mechanism.at(delta).epsilon(rounds) for delta, bound in bounds.items())
 
     if not is_too_much(MOST_SHOWN_NOISE):
         return math.inf
