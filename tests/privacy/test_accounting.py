@@ -325,3 +325,12 @@ def test_without_the_extra_one_line_says_what_to_install(monkeypatch):
     with pytest.raises(MissingExtra, match=r"pip install -e '.\[privacy\]'"):
         Accountant(1.2345, DELTA, 10).epsilon(1)
     accounting._dp_accounting.cache_clear()
+
+
+@pytest.mark.parametrize("how", [{}, {"participation": 0.1, "sampling": "bernoulli"}, {"participation": 0.1}])
+def test_the_account_at_another_delta(how):
+    """Also at one that promises nothing: there ε is below that of any δ that does."""
+    accountant = Accountant(1.0, 1e-5, 100, **how)
+    assert accountant.at(1e-3).epsilon(5) == Accountant(1.0, 1e-3, 100, **how).epsilon(5)
+    assert accountant.at(0.3).epsilon(5) < accountant.at(1e-3).epsilon(5) < accountant.epsilon(5)
+    assert accountant.delta == 1e-5

@@ -1,12 +1,14 @@
 """Audits of simulated federations: bounds below the true ε with their confidence, and above it for wrong mechanisms."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 
 from lamina.base.errors import BadInput
-from lamina.privacy.audit import error_bound, gaussian_epsilon, membership_bound, one_shot_epsilon
+from lamina.privacy.accounting import Accountant
+from lamina.privacy.audit import error_bound, gaussian_epsilon, membership_bound, one_shot_epsilon, shown_noise
 
 COHORT, DIMENSION, BOUND = 50, 40, 1.0
 
@@ -107,6 +109,33 @@ def test_the_intervals_are_those_of_clopper_and_pearson(tp, fp):
 
 def test_equal_scores_show_nothing():
     assert membership_bound([1.0] * 50, [1.0] * 50, 1e-5) == 0
+
+
+@pytest.mark.parametrize("noise", [0.5, 2.0])
+def test_shown_noise_is_little_more_than_the_noise_and_never_less(noise):
+    """Also where a bound at the δ of the guarantee says nothing: 1,000 runs show ε = 5 at most, and the truth is 10."""
+    rounds, accountant, rng = 4, Accountant(noise, 1e-5, 10), np.random.default_rng(8)
+    shift = rounds**0.5 / noise
+    seen = [
+        shown_noise(shift + rng.standard_normal(1000), rng.standard_normal(1000), accountant, rounds, 0.99)
+        for _ in range(50)
+    ]
+    assert min(seen) > noise
+    assert np.median(seen) < 1.6 * noise
+
+
+def test_shown_noise_of_rounds_in_which_few_take_part():
+    rng, accountant = np.random.default_rng(9), Accountant(0.7, 1e-5, 100, participation=0.1, sampling="bernoulli")
+    takes_part = rng.random((3000, 5)) < 0.1
+    present, absent = (rows + 0.7 * rng.standard_normal((3000, 5)) for rows in (takes_part, 0.0))
+    present, absent = (np.logaddexp(0, np.log(1 / 9) + (2 * r - 1) / 0.98).sum(1) for r in (present, absent))
+    assert 0.7 < shown_noise(present, absent, accountant, 5) < 1.1
+    halved = dataclasses.replace(accountant, noise_multiplier=1.4)
+    assert shown_noise(present, absent, halved, 5) == pytest.approx(shown_noise(present, absent, accountant, 5))
+
+
+def test_equal_scores_leave_any_noise_possible():
+    assert shown_noise([1.0] * 50, [1.0] * 50, Accountant(1.0, 1e-5, 10), 5) == math.inf
 
 
 @pytest.mark.parametrize("noise", [0.5, 1.0, 3.0])

@@ -18,6 +18,7 @@ from lamina.objective import losses
 from lamina.objective.layers import Layers
 from lamina.rounds import aggregation, schedules
 from lamina.rounds.clock import Clock
+from lamina.training.audit import audit
 from lamina.training.history import History
 from lamina.training.metrics import Metric
 from lamina.training.population import Population
@@ -46,6 +47,7 @@ __all__ = [
     "Simulation",
     "aggregation",
     "algorithm",
+    "audit",
     "compare",
     "data",
     "load",

@@ -22,6 +22,7 @@ that ε is an upper bound; the grid is chosen so that the excess is about 0.1 %.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -159,6 +160,12 @@ class Accountant:
     def guarantee(self, rounds: int) -> Guarantee:
         """Return the guarantee after a number of rounds."""
         return Guarantee(self.epsilon(rounds), self.delta)
+
+    def at(self, delta: float) -> Accountant:
+        """Return the accountant for another δ, also for one that promises nothing, which audits compare at."""
+        other = copy.copy(self)
+        object.__setattr__(other, "delta", delta)  # the record is frozen, and refuses such a δ
+        return other
 
     def rounds_within(self, epsilon: float, most: int) -> int:
         """Return how many rounds, at most `most`, the budget ε allows; 0 if the first round exceeds it."""

@@ -7,6 +7,7 @@ prove privacy: a result above the accounted ε proves an error, one below it pro
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -15,9 +16,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from lamina.base.errors import BadInput
 from lamina.base.limits import check_count, check_number
+from lamina.privacy.accounting import Accountant
 
 LARGEST_EPSILON = 1e4  # that `gaussian_epsilon` looks for
 BISECTIONS = 60
+DELTAS = (1e-3, 1e-2, 0.03, 0.1, 0.3)  # at which `shown_noise` compares, besides the guarantee's own
+LEAST_SHOWN_NOISE, MOST_SHOWN_NOISE = 0.01, 1e3  # multipliers that `shown_noise` tells from 0 and infinity
+SHOWN_TOLERANCE = 5e-3  # relative
 
 
 def membership_bound(present: ArrayLike, absent: ArrayLike, delta: float, confidence: float = 0.95) -> float:
@@ -62,6 +67,31 @@ def error_bound(
     fpr = np.where(fp < absent, betaincinv(fp + 1, np.maximum(absent - fp, 1), 1 - miss), 1.0)  # at most
     ratio = np.maximum((tpr - delta) / fpr, (1 - fpr - delta) / (1 - tpr))
     return np.asarray(np.log(np.maximum(ratio, 1.0)))
+
+
+def shown_noise(
+    present: ArrayLike, absent: ArrayLike, accountant: Accountant, rounds: int, confidence: float = 0.95
+) -> float:
+    """Return the largest noise multiplier that can have given these scores, with `confidence`; inf: any can.
+
+    Less noise than the accountant's proves an error. The bounds of `membership_bound` hold at all δ together, and each
+    is compared with ε of the mechanism at this δ. At a large δ a few runs tell much, so this shows far more than the
+    bound at the δ of the guarantee alone (Nasr et al. 2023); but only of mechanisms of the accountant's kind.
+    """
+    bounds = {delta: membership_bound(present, absent, delta, confidence) for delta in (accountant.delta, *DELTAS)}
+    bounds = {delta: bound for delta, bound in bounds.items() if bound > 0}
+
+    def is_too_much(noise: float) -> bool:
+        mechanism = dataclasses.replace(accountant, noise_multiplier=noise)
+        return any(bound > mechanism.at(delta).epsilon(rounds) for delta, bound in bounds.items())
+
+    if not is_too_much(MOST_SHOWN_NOISE):
+        return math.inf
+    low, high = LEAST_SHOWN_NOISE, MOST_SHOWN_NOISE
+    while high / low > 1 + SHOWN_TOLERANCE:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if is_too_much(middle) else (middle, high)
+    return high
 
 
 def one_shot_epsilon(cosines: ArrayLike, dimension: int, delta: float) -> float:
