@@ -173,6 +173,14 @@ def test_the_size_of_a_cohort_that_coins_draw_stays_secret(run_of):
     assert {run.plan.round(number).participation for number in range(1, 5)} == {0.25}
 
 
+@pytest.mark.parametrize("sampling", ["exact", "bernoulli"])
+def test_the_time_of_a_secret_cohort_stays_secret(run_of, sampling):
+    clock = {"step_seconds": {"median": 1.0, "sigma": 1.0}}
+    assert "clock_seconds" not in run_of(sampling=sampling, clock=clock).run(2).columns
+    known = run_of(sampling=sampling, clock=clock, privacy={"secret_cohorts": False})
+    assert len(set(known.run(2).column("clock_seconds"))) == 2
+
+
 def test_a_round_whose_coins_choose_nobody_is_noise_alone(run_of, monkeypatch):
     seen = seen_uploads(monkeypatch)
     run = run_of(sampling="bernoulli", participation=0.02, privacy={"noise_multiplier": 1e-3})

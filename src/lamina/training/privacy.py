@@ -149,16 +149,18 @@ def warn_of_inexact_replays(device: torch.device, *, deterministic: bool) -> Non
 def published(row: Mapping[str, Any], plan: Plan, accountant: Accountant) -> dict[str, Any]:
     """Return a row without what the clients' data can be seen in, and with ε.
 
-    A cohort that coins draw is as large as its expected size, for its real one tells who is there.
+    A cohort that coins draw is as large as its expected size, for its real one tells who is there. So does the time on
+    a network, which is that of the cohort's slowest client; `lamina time` computes it for whoever has the run's seed.
     """
-    public = {name: value for name, value in row.items() if name not in OF_CLIENTS}
+    privacy = plan.protocol.privacy
+    assert privacy is not None
+    hidden = (*OF_CLIENTS, "clock_seconds") if privacy.secret_cohorts else OF_CLIENTS
+    public = {name: value for name, value in row.items() if name not in hidden}
     if plan.protocol.sampling == "bernoulli":
         expected = plan.protocol.participation * plan.clients.count
         for name in ("bytes_down", "bytes_up", "paper_bytes", "clients"):
             if name in public:
                 public[name] = round(public[name] * expected / row["clients"])
-    privacy = plan.protocol.privacy
-    assert privacy is not None
     return public | {"epsilon": _spent(accountant, privacy, int(row["round"]), is_released=True)}
 
 
