@@ -53,7 +53,7 @@ def small_noise(monkeypatch):
 def clipped_mean(monkeypatch):
     """One clip of the mean in place of one of every client."""
     clip, original = Privacy.clip, Privacy.private_mean
-    monkeypatch.setattr(Privacy, "clip", lambda self, up: up)
+    monkeypatch.setattr(Privacy, "clip", lambda self, up, *more: up)
     monkeypatch.setattr(
         Privacy, "private_mean", lambda self, algorithm, up, *more: original(self, algorithm, clip(self, up), *more)
     )
@@ -103,10 +103,10 @@ def test_what_other_clients_send_is_not_taken_for_a_canary(run_of, monkeypatch):
     directions = auditing._Canaries.of(run, run.protocol.privacy).directions["delta"]
     sent = (directions[::2] - directions[1::2]).sum(0) * 1e3
 
-    def all_alike(self, up):
+    def all_alike(self, up, *more):
         length = up.delta.norm(dim=-1, keepdim=True)
         is_canary = (length == 0) | (length > 10)
-        return clip(self, up._replace(delta=torch.where(is_canary, up.delta, sent)))
+        return clip(self, up._replace(delta=torch.where(is_canary, up.delta, sent)), *more)
 
     monkeypatch.setattr(Privacy, "clip", all_alike)
     assert not lamina.audit(run, rounds=4, runs=20, seed=1).proves_error
