@@ -452,6 +452,18 @@ def test_bad_input_is_refused_in_one_line(call, text):
     assert "\n" not in str(caught.value)
 
 
+def test_on_round_with_other_arguments_is_refused_before_the_first_round():
+    run = simulate(test=(X, Y))
+    for given in (lambda: None, lambda row, more: None):
+        with pytest.raises(lamina.BadInput, match=r"on_round is called with \(row\): ") as caught:
+            run.run(2, given)
+        assert "\n" not in str(caught.value)
+    assert not len(run.history)
+    with pytest.raises(lamina.BadInput, match=r"with \(member, row\)"):
+        lamina.Population([run]).run(2, lambda row: None)
+    assert len(run.run(1, print)) == 1
+
+
 @pytest.mark.parametrize("has_folder", [False, True])
 def test_stop_iteration_of_on_round_ends_the_run_after_its_round(tmp_path, has_folder):
     def stop_at_2(row):

@@ -2,7 +2,8 @@
 
 Acar et al. 2021, "Federated learning based on dynamic regularization", Algorithm 1, with q_i = -h_i / alpha and
 q = -h / alpha, so that nothing is divided by alpha: q_i is the sum of the client's displacements, and q the mean of all
-N clients' q_i. "C20" is an entry in the list of choices: docs/reference/algorithms.md.
+N clients' q_i. (A run that weights clients by their examples also weights them in q.) "C20" is an entry in the list of
+choices: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from lamina.training.history import History, Row
 from lamina.training.inputs import as_algorithm, as_splits
 from lamina.training.metrics import find_all
 from lamina.training.progress import python_bars
-from lamina.training.training import RunOptions, Training
+from lamina.training.training import RunOptions, Training, check_on_round
 
 if TYPE_CHECKING:
     from lamina.api.describe import Recorder
@@ -248,6 +248,7 @@ class Simulation(Training):
             on_round: called with every finished round's metrics; it may raise StopIteration to end the run after it.
             progress: show a progress bar; by default only in a terminal or a notebook.
         """
+        check_on_round(on_round, "row")
         requested = self._requested + check_count("run: rounds", rounds, least=0)
         last = requested if self._recorder is not None else self.state.round + rounds
         if last > self.state.round:

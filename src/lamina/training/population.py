@@ -21,7 +21,7 @@ from lamina.rounds.plan import RoundPlan
 from lamina.rounds.settings import PER_MEMBER, TrainSettings
 from lamina.training.evaluation import refuse_nonfinite
 from lamina.training.history import History, Row
-from lamina.training.training import Stop, Training, evaluate_together
+from lamina.training.training import Stop, Training, check_on_round, evaluate_together
 
 
 class Population:
@@ -65,6 +65,7 @@ class Population:
 
         If it raises StopIteration, the run ends after that round.
         """
+        check_on_round(on_round, "member", "row")
         stop = Stop(on_round or (lambda i, row: None))
         for left in range(check_count("run: rounds", rounds, least=0), 0, -1):
             for i, row in self.run_round(evaluate=left == 1).items():

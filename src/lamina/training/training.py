@@ -8,6 +8,7 @@ experiment files create a plain one.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import time
@@ -91,6 +92,18 @@ class RunOptions:
         check_count("evaluate_every", self.evaluate_every)
         if self.diagnostics is not None:
             check_names(self.diagnostics)
+
+
+def check_on_round(on_round: Callable[..., None] | None, *arguments: str) -> None:
+    """Refuse a function that cannot be called with these arguments, before the first round rather than after it."""
+    if on_round is None:
+        return
+    try:
+        inspect.signature(on_round).bind(*arguments)
+    except TypeError as error:
+        raise BadInput(f"on_round is called with ({', '.join(arguments)}): {error}") from None
+    except ValueError:  # a function without a signature, written in C
+        return
 
 
 class Stop:
