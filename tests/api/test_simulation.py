@@ -48,7 +48,8 @@ def weights(simulation):
 
 @pytest.mark.parametrize("name", lamina.registry())
 def test_every_algorithm_learns(name):
-    rates = {"fedlada": 0.03, "localadam": 0.01}  # their default 1e-3 is for long runs of deep networks
+    # their defaults are for long runs of deep networks
+    rates = {"fedlada": 0.03} | dict.fromkeys(("localadam", "localadamw", "fedadamw"), 0.01)
     simulation = simulate(name, lr=rates.get(name))
     simulation.run(25)
     assert simulation.history.best("accuracy") > 0.8

@@ -1,5 +1,6 @@
 """`--workers` and `--slurm`: several processes of one command."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -133,9 +134,35 @@ def test_slurm_options(capsys, here, monkeypatch):
     assert "pip install" in said_in_one_line(capsys)
 
 
+def test_submitit_leaves_the_logging_of_others_alone(here):
+    """Its own set-up would close all handlers, and with them streams that are still written to."""
+    code = """
+import logging
+from pathlib import Path
+from lamina.base.errors import BadInput
+from lamina.cli import workers
+
+class Kept(logging.Handler):
+    def close(self):
+        print("closed")
+
+handler = Kept()
+try:
+    workers.submit(["lamina"], 1, "gpus=0", Path("x"))
+except BadInput:
+    print("refused", flush=True)
+import os
+os._exit(0)
+"""
+    environment = {**os.environ, "PATH": ""}  # so that there is no sbatch
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert ran.stdout == "refused\n"
+
+
 @pytest.mark.long
 def test_workers_are_submitted(here, capsys, monkeypatch):
-    pytest.importorskip("submitit")
+    if importlib.util.find_spec("submitit") is None:
+        pytest.skip("submitit is not installed")
     monkeypatch.setattr(workers, "CLUSTER", "local")
     assert call(*command("alone")) == 0
     arguments = [word for word in command("c") if word != "--quiet"]

@@ -165,6 +165,7 @@ def visible_gpus() -> list[str]:
 def submit(command: list[str], workers: int, given: str, folder: Path) -> None:
     """Submit workers to Slurm and print how to watch them."""
     options = slurm_options(given)
+    os.environ.setdefault("SUBMITIT_LOG_LEVEL", "NOCONFIG")  # its own logging would close all other handlers
     try:
         import submitit
     except ImportError as error:

@@ -110,7 +110,7 @@ def build(
         sorted(set(targets)) or tables.default_targets(curves),
         _baseline(curves, baseline),
         notes,
-        [frontier for frontier in map(read_frontier, folders) if frontier is not None and frontier.points],
+        [frontier for frontier in map(read_frontier, map(Path, folders)) if frontier is not None and frontier.points],
     )
 
 

@@ -256,7 +256,7 @@ def test_entries_may_have_a_channel_and_a_privacy_of_their_own(here):
     plain, coarse, strict = (read_record(Path("c", name, "seed0")) for name in ("plain", "coarse", "strict"))
     assert [run.config.get("privacy", {}).get("epsilon") for run in (plain, coarse, strict)] == [None, 8.0, 1.0]
     assert strict.config["privacy"]["bound"] == 2
-    assert coarse.config["channel"]["codec"] == [{"name": "sign"}]
+    assert coarse.config["channel"]["codec"] == [{"name": "sign", "scale": "layer"}]
     assert coarse.history.total("bytes_up") < plain.history.total("bytes_up") / 20
     assert "secret.key" not in Path("c/config.json").read_text() + (strict.folder / "config.json").read_text()
 
