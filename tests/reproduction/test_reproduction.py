@@ -19,6 +19,7 @@ from PIL import Image
 import helpers
 from helpers import cells
 from lamina import BadInput
+from lamina.channel.channel import OPEN
 from lamina.data.readers import sources
 from lamina.experiment.build import build_algorithm, resolved, settings_of
 from lamina.experiment.config import load
@@ -415,7 +416,7 @@ def test_a_preset_as_given_is_not_called_changed(name):
         own = with_algorithm(own, own.compare.algorithms[0])
         simulation = SimpleNamespace(
             reserved=SimpleNamespace(dealt=own.data.clients),
-            protocol=SimpleNamespace(**{**settings_of(own), "lr": own.train.lr}),
+            protocol=SimpleNamespace(**{**settings_of(own), "lr": own.train.lr, "channel": OPEN}),
             algorithm=build_algorithm(own),
             device="cuda",
             engine=SimpleNamespace(name="stacked"),

@@ -17,9 +17,11 @@ ALL = list(DIAGNOSTICS)
 COLUMNS = [column for columns in DIAGNOSTICS.values() for column in columns]
 GRADIENT = T.Gradient(INPUTS, LABELS)
 SECOND_MOMENT = {"fedadam": "v", "fedadam_star": "v", "localadam": "v", "fedlada": "v", "fedlada_lamb": "v"}
-SECOND_MOMENT |= dict.fromkeys(("fedams", "fedlamb", "mime", "mimelamb"), "v_hat")
+SECOND_MOMENT |= dict.fromkeys(("fedyogi", "fedadagrad"), "v")
+SECOND_MOMENT |= dict.fromkeys(("fedams", "fedlamb", "mime", "mimelamb", "fedams_server"), "v_hat")
 AMENDMENT = {"fedlada": "g_a", "fedlada_lamb": "g_a", "fedcm": "momentum", "fedadam_star": "momentum", "scaffold": "c"}
-EXTRAPOLATED = ("fedlada", "fedlada_lamb", "fedcm")
+AMENDMENT |= {"mofedsam": "momentum", "fedlion": "m", "fedadamw": "g_a"}
+EXTRAPOLATED = ("fedlada", "fedlada_lamb", "fedcm", "mofedsam")
 
 
 def full_gradient(x: np.ndarray, by_examples: bool = False) -> np.ndarray:
