@@ -13,6 +13,7 @@ import lamina
 import transcriptions as T  # noqa: N812
 from given_rounds import ALONE, GRADIENT, history, rounds_of, rounds_of_one_client
 from lamina.algorithms.contract import ClientInfo, ServerInfo
+from lamina.algorithms.fedlars import LocalMomentum
 from paper_problem import (
     DECAYS,
     LAYERS,
@@ -390,3 +391,14 @@ def test_no_step_of_fedlars_where_the_direction_is_zero(order: str, zero_norm: s
     end = first_path(make("fedlars", {"order": order, "zero_norm": zero_norm}), x, grads)[-1]
     assert torch.isfinite(end).all()
     assert [torch.equal(end[part], x[part]) for part in T.TENSORS] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("order", ["lars", "lamb"])
+def test_fedlars_without_the_trust_ratio_is_sgd_with_momentum(order: str) -> None:
+    grads, lr = vectors(4), 0.07
+    path = first_path(LocalMomentum(order=order, beta1=0.8), torch.from_numpy(START), grads, lr)
+    y, m = torch.from_numpy(START), torch.zeros(T.SIZE, dtype=torch.float64)
+    for g, local in zip(grads, path[1:], strict=True):
+        m = 0.8 * m + 0.2 * g
+        y = y - lr * m
+        close(local, y)

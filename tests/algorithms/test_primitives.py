@@ -71,6 +71,20 @@ def test_a_second_moment_that_stays_zero_is_refused_in_one_line(call, text):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "text"),
+    [
+        ("fedams_server", {"bias_correction": True}, "which is 0 for beta2 = 1"),
+        ("fedlion", {}, "beta2 = 1 never lets a gradient into the momentum"),
+        ("localadamw", {}, "beta2 = 1 never lets a gradient into the second moment"),
+    ],
+)
+def test_other_second_decay_rates_of_one_are_refused(name, given, text):
+    with pytest.raises(BadInput, match=text) as caught:
+        algorithms.create(name, beta2=1.0, **given)
+    assert "\n" not in str(caught.value)
+
+
 OPTIONS = {name: algorithms.options(algorithm) for name, algorithm in algorithms.registry().items()}
 
 

@@ -10,7 +10,7 @@ import torch
 import lamina
 from lamina import BadInput, FedAvg
 from lamina.algorithms.contract import Analysis, Displacement, LocalModel, Model
-from lamina.algorithms.rehearsal import rehearse
+from lamina.algorithms.rehearsal import rehearse, sent_fields, sent_vectors
 
 
 class Change(NamedTuple):
@@ -20,6 +20,11 @@ class Change(NamedTuple):
 class Sent(NamedTuple):
     delta: torch.Tensor
     count: int
+
+
+class Two(NamedTuple):
+    delta: torch.Tensor
+    head: torch.Tensor
 
 
 class Moments(NamedTuple):
@@ -136,7 +141,27 @@ BROKEN = {  # a function of FedAvg, replaced
         r"step fails .* \(it is called as step\(self, local, down, grad, lr, layers\)\)",
     ),
     "an unknown field is declared": ("non_negative", ("v",), r"non_negative names 'v', which is not a field of Disp"),
+    "an unknown reference is declared": ("references", {"delta": "v"}, r"references names 'v', .* a field of Model"),
 }
+
+
+def test_what_is_sent_in_some_rounds_at_least():
+    layers = lamina.Layers({"a": (4, 2), "b": (3,)})
+    assert sent_fields(lamina.FedLamb(sync_every=3)) == ["delta", "v"]
+    assert sent_vectors(lamina.FedAdamW(), layers) == ["delta"]  # v has one number per layer
+    assert sent_fields(lamina.FedAdamW(), layers) == ["delta", "v"]
+    assert sent_vectors(lamina.FedAdamW(v_sync="full")) == ["delta", "v"]
+
+    class SendsMore(FedAvg):  # on the layers of the real model
+        def finish(self, local, down, client, info):
+            return Two(local.y - down.x, local.y[..., :5]), client
+
+    assert (sent_fields(SendsMore(), layers), sent_vectors(SendsMore(), layers)) == (["delta", "head"], ["delta"])
+
+
+def test_a_client_uses_the_shared_model_by_default():
+    x = torch.ones(3)
+    assert FedAvg().client_model(x, None) is x
 
 
 def test_a_nan_that_is_passed_on_is_no_write():
