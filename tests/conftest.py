@@ -9,11 +9,28 @@ import hypothesis
 import pytest
 import torch
 
+from newer_transcriptions import ALL as NEWER
+
 torch.set_num_threads(1)
 # Only a loss of power needs a file to be on the disk. Processes that tests kill are others, which do wait for it.
 os.fsync = lambda handle: None
 hypothesis.settings.register_profile("lamina", deadline=None, derandomize=True, max_examples=20)
 hypothesis.settings.load_profile("lamina")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
+def pytest_collection_modifyitems(items):
+    """Leave the newer methods in every engine to the long tests; `tests/algorithms` always tests what they compute."""
+    for item in items:
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if item.path.parent.name != "algorithms" and any(map(is_newer, values)):
+            item.add_marker("long")
+
+
+def is_newer(value):
+    """Return whether a test's parameter is one of the newer methods, or its name."""
+    name = value if isinstance(value, str) else getattr(getattr(value, "card", None), "name", None)
+    return name in NEWER
 
 
 def pytest_collection_finish():

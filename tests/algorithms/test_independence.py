@@ -76,6 +76,7 @@ def test_names_of_the_clients_change_nothing(name: str, given: Any) -> None:
     assert differ(other_split, first[:1])
 
 
+@pytest.mark.long
 @every_algorithm
 def test_absent_clients_keep_their_state(name: str, given: Any) -> None:
     """A round touches the state of its cohort only; a client never active is as `client_init` made it."""

@@ -62,6 +62,7 @@ def last_ratios(name, batches):
     return np.array(ratios), np.mean(losses)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["loop", "stacked", "captured", "gpu path"])
 @pytest.mark.parametrize("weighting", ["clients", "examples"])
 @pytest.mark.parametrize("name", ["fedlamb", "mimelamb", "fedlada_lamb"])

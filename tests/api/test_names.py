@@ -31,6 +31,7 @@ def test_a_name_of_a_part_is_found_there():
     assert not hasattr(lamina, "FedLAMB")
 
 
+@pytest.mark.long
 def test_matplotlib_is_imported_only_with_the_results():
     code = """if True:
         import sys

@@ -111,6 +111,7 @@ def test_the_bound_converges_to_the_quantile_of_known_norms():
         assert np.mean(bounds[200:]) == pytest.approx(np.quantile(norms, quantile), rel=0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampling", ["exact", "bernoulli"])
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "fedlamb"])
 def test_the_engines_agree(run_of, algorithm, sampling):

@@ -30,6 +30,7 @@ def simulation(algorithm, norm=nn.Identity, **more):
     return lamina.Simulation(model, (X, Y), algorithm, **settings | more)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS.values(), ORIGINAL_MIME], ids=lambda a: f"{a.card.name} {a}"[:40])
 def test_all_algorithms_take_codecs_private_parts_clocks_and_a_narrow_broadcast(algorithm):
     whole, plain = simulation(algorithm, **EVERYTHING), simulation(algorithm)

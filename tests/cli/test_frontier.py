@@ -17,6 +17,7 @@ def here(empty_folder):
     return empty_folder
 
 
+@pytest.mark.long
 def test_it_prints_the_table_and_saves_table_picture_and_report(here, capsys, monkeypatch):
     assert call("frontier", "small.toml", *SMALL, "--algorithms", "fedavg") == 0
     printed, folder = capsys.readouterr(), here / "runs" / "small-frontier"
@@ -40,6 +41,7 @@ def test_it_prints_the_table_and_saves_table_picture_and_report(here, capsys, mo
     assert Path("figures/frontier.csv").read_bytes() == (folder / "frontier.csv").read_bytes()
 
 
+@pytest.mark.long
 def test_stopped_it_shows_the_runs_that_ended_and_resumes(here, capsys, monkeypatch):
     record, trained = Training.record, []
 

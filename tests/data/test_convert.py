@@ -46,6 +46,7 @@ def test_integers_reach_the_model_as_int64(dtype, as_array):
         assert is_image or torch.equal(inputs, torch.arange(16).reshape(shape))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["loop", "stacked"])
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_an_embedding_takes_all_integers(dtype, engine):

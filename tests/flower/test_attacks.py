@@ -95,6 +95,7 @@ ABSURD = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ABSURD)
 def test_a_node_with_absurd_values_is_refused_in_every_round(name, tmp_path):
     algorithm, spoil, more, why = ABSURD[name]

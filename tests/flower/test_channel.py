@@ -34,6 +34,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("codec", "algorithm"), PAIRS)
 def test_the_federation_agrees_with_the_simulation(codec, algorithm, tmp_path):
     """Also its bytes, which the ledger knows from the codec, and the federation counts in its messages."""

@@ -121,6 +121,7 @@ def bad_run(tmp_path_factory):
     return setup
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_update_is_refused_and_the_round_continues(kind, bad_run):
     position = 1 + list(BAD).index(kind)

@@ -16,6 +16,7 @@ PRIVATE = {"private": ["1.*", "3.*"], "batch_size": 5}
 SHARED = 6 * 8 + 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["fedlada", "fedlamb", "scaffold", MIME], ids=str)
 def test_the_federation_agrees_with_the_simulation(algorithm, tmp_path):
     no_limit = {"limits": lamina.flower.Limits(times_median=None)}  # of four tiny clients, one may stand out

@@ -97,6 +97,7 @@ def test_a_damaged_newest_checkpoint_costs_one_round(restartable):
     restartable.other_columns = {"bytes_down"} if restartable.algorithm.down_versions(1) else set()
 
 
+@pytest.mark.long
 def test_other_nodes_after_a_restart_take_over(restartable):
     """A node that makes a new key gets a new id; its disk is the same."""
     kill_server(restartable, number=4)

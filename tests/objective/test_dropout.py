@@ -111,6 +111,7 @@ def simulation(kind="dropout", engine="auto", algorithm="fedavg", **more):
     return lamina.Simulation(model, data, algorithm, device="cpu", engine=engine, **settings | {"seed": 3} | more)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_engine_draws_the_masks_of_the_loop(kind):
     loop = simulation(kind, "loop")
@@ -124,6 +125,7 @@ def test_every_engine_draws_the_masks_of_the_loop(kind):
         assert_same(run.state, loop.state, 1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["dropout", "dropout2d", "encoder", "raw", "functional"])
 def test_a_member_of_a_population_draws_the_masks_it_would_draw_alone(kind):
     alone = {seed: simulation(kind, "loop", seed=seed) for seed in (3, 4, 5)}

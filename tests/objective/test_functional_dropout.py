@@ -67,6 +67,7 @@ SAME = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", SAME)
 def test_a_function_draws_the_masks_of_a_layer(kind):
     function, layer, shape = SAME[kind]

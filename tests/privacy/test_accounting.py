@@ -171,6 +171,7 @@ def test_no_federation_with_exact_cohorts_exceeds_its_guarantee(noise, fraction,
         assert attacked == pytest.approx(delta, rel=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("q", "noise"), [(0.01, 1.0), (0.1, 4.0), (0.25, 8.0)])
 @pytest.mark.parametrize("rounds", [1, 100])
 def test_exact_cohorts_lie_between_an_attack_and_the_renyi_bound(q, noise, rounds):

@@ -46,6 +46,7 @@ def rows_of(folder, run):
     return [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_accuracy_bytes_and_epsilon_are_those_of_the_run_folders(folder, frontier):
     rows = cells(frontier)
     assert len(rows) * SEEDS == len(RUNS)

@@ -141,6 +141,7 @@ def mean_and_std(numbers):
 # --- a finished reproduction -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_record_has_every_round_seconds_and_verdicts(runs, presets, tmp_path):
     said, facts, _ = collected(runs / "full", presets, tmp_path)
     assert said == ["mine: complete"]
@@ -406,6 +407,7 @@ def test_other_settings_than_the_presets_are_named(runs, presets, tmp_path):
     assert (config["data"]["dir"], config["run"]["out"]) == (None, None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PAPERS)
 def test_a_preset_as_given_is_not_called_changed(name):
     """Every preset's configuration as a run's folder would have it."""

@@ -88,6 +88,7 @@ def assert_close(a, b):
         assert row["consistency"] == pytest.approx(other["consistency"], rel=1e-8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weighting", ["clients", "examples"])
 @pytest.mark.parametrize("kind", ROBUST, ids=str)
 def test_the_engines_agree(kind, weighting):

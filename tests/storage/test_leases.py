@@ -97,6 +97,7 @@ def test_a_renamed_folder_is_noticed(tmp_path):
     lease.release()
 
 
+@pytest.mark.long
 def test_the_lease_of_a_killed_process_is_taken_over_at_once(tmp_path, holder):
     process, _ = holder
     with pytest.raises(Leased, match=f"^process {process.pid} on "):
@@ -163,6 +164,7 @@ def test_a_lease_of_another_machine_that_is_renewed_is_respected(tmp_path, quick
     has_ended.set()
 
 
+@pytest.mark.long
 def test_a_lease_is_renewed_while_it_is_held(tmp_path, monkeypatch):
     monkeypatch.setattr(leases, "RENEWAL_S", 0.02)
     lease = take(tmp_path / "a")

@@ -98,6 +98,7 @@ def write(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("old", "new", "file"),
     [

@@ -59,6 +59,7 @@ def clipped_mean(monkeypatch):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("algorithm", "how"), [("fedlamb", "all"), *(("fedavg", how) for how in HOW)])
 def test_the_right_mechanism_shows_less_than_is_accounted_for_but_not_nothing(run_of, algorithm, how):
     settings = HOW[how] | {"privacy": {"noise_multiplier": 1.0, **HOW[how].get("privacy", {})}}
@@ -112,6 +113,7 @@ def test_what_other_clients_send_is_not_taken_for_a_canary(run_of, monkeypatch):
     assert not lamina.audit(run, rounds=4, runs=20, seed=1).proves_error
 
 
+@pytest.mark.long
 def test_every_field_is_audited_at_its_own_bound(run_of):
     bounds = {"delta": 0.5, "delta_c": 0.01}
     joint = lamina.audit(run_of("scaffold"), rounds=3, runs=60, seed=1)
@@ -132,6 +134,7 @@ def test_both_engines_see_the_same(run_of):
     np.testing.assert_allclose(one.absent, other.absent, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
 def test_scores_of_the_right_mechanism_are_those_of_the_gaussian_mechanism(run_of):
     """k rounds with all clients: the logarithm of the ratio is N(±k/2z², k/z²), and directions are independent."""
     rounds, noise = 4, 2.0

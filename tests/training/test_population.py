@@ -82,6 +82,7 @@ def test_servers_see_the_participation_of_their_own_member():
     assert_each_is_as_if_alone(make, [{"participation": 0.4}, {"participation": 1.0}])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
@@ -206,6 +207,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", PAIRS)
 def test_models_are_compared_by_what_they_hold(kind):
     one, two = PAIRS[kind]

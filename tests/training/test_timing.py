@@ -59,6 +59,7 @@ def test_a_resumed_run_continues_its_clock(tmp_path, clock):
         simulate(lazy, clock=clock | {"latency": 0.2}, out=tmp_path / "run", **SETTINGS).run(7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", sorted(registry()))
 def test_what_a_round_demands_is_known_before_the_first(algorithm):
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))

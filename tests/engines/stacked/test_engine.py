@@ -51,6 +51,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", VARIANTS.values(), ids=VARIANTS.keys())
 def test_options(algorithm):
     assert_as_in_the_loop("mlp", algorithm, rounds=4)

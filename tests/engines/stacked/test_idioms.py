@@ -29,6 +29,7 @@ def test_idioms_are_stacked(idiom):
     assert (auto.state.server.x - loop.state.server.x).norm() < 1e-9 * moved
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["ViT", "nanoGPT", "time on the first axis", "weight norm"])
 def test_the_path_of_a_gpu(name):
     stacked, loop = run(STACKED[name], "stacked", gpu_path=True), run(STACKED[name], "loop")
@@ -36,6 +37,7 @@ def test_the_path_of_a_gpu(name):
     assert (stacked.state.server.x - loop.state.server.x).norm() < 1e-9 * moved
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("idiom", STACKED.values(), ids=STACKED.keys())
 def test_bfloat16(idiom, monkeypatch):
     monkeypatch.setattr("lamina.engines.devices.has_bf16_instructions", lambda: True)

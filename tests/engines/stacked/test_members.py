@@ -12,6 +12,7 @@ from lamina.rounds.plan import Plan
 from small_simulations import assert_same, noise, reference, set_chunk, simulation, take_gpu_path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "option", "kind"),
     [

@@ -52,6 +52,7 @@ def test_a_chunk_that_does_not_fit_the_memory_is_halved(name, before, monkeypatc
         run.run(4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("place", "what", "which"),
     [

@@ -96,6 +96,7 @@ def assert_as_in_the_loop(model, data, expected):
         assert torch.allclose(other.state.server.x, loop.state.server.x, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
@@ -138,6 +139,7 @@ BRANCHES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", BRANCHES.values(), ids=BRANCHES.keys())
 @pytest.mark.parametrize("only_in_training", [False, True])
 def test_a_forward_that_branches_on_values_runs_in_the_loop(change, only_in_training):
@@ -209,6 +211,7 @@ HARMLESS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("m", range(2, 9))
 def test_a_forward_that_depends_on_places_in_the_batch_keeps_clients_apart(m):
     def by_position(x, h):
@@ -221,6 +224,7 @@ def test_a_forward_that_depends_on_places_in_the_batch_keeps_clients_apart(m):
     assert_as_in_the_loop(lambda: Changing(by_size), table(), "loop")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", HARMLESS.values(), ids=HARMLESS.keys())
 def test_what_treats_samples_one_by_one_stays_stacked(change):
     assert_as_in_the_loop(lambda: Changing(change), table(), "stacked")

@@ -30,6 +30,7 @@ def simulation(clients, noise, dtype, engine="loop", algorithm="fedavg", **more)
     return lamina.Simulation(model, (x, y), algorithm, **settings | more)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("engine", "chunk"), [("loop", None), ("stacked", None), ("stacked", 1), ("stacked", 3)])
 @pytest.mark.parametrize("aggregation", ["mean", "median"])
 def test_clients_that_hardly_differ(engine, chunk, aggregation):

@@ -88,6 +88,7 @@ def damage_line_1(metrics):
 DAMAGES = [damage_line_1, damage_line_2, delete_line_2, Path.unlink, lambda metrics: metrics.write_text("")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["half", "whole"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_metrics_do_not_make_the_folder_free(half, capsys, damage, name):
@@ -112,6 +113,7 @@ def test_a_model_alone_does_not_make_the_folder_free(half, capsys):
         assert "holds another run" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["half", "whole"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_metrics_do_not_discard_checkpoints(half, capsys, damage, name):
@@ -174,6 +176,7 @@ def test_a_simulation_with_damaged_metrics_is_refused(tmp_path, damage):
     assert contents(tmp_path) == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["compare", "tune"])
 def test_one_damaged_run_of_several_is_refused_and_the_others_are_kept(here, capsys, monkeypatch, kind):
     skip_pictures(monkeypatch)

@@ -52,6 +52,7 @@ def here(empty_folder, finished):
 # --- what may be replaced ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["export", "report"])
 @pytest.mark.parametrize(
     "name", ["r/metrics.jsonl", "r/config.json", "r/model.safetensors", "r/checkpoints/x", "r/new.csv", "thesis.txt"]
@@ -142,6 +143,7 @@ def test_a_report_is_replaced_at_once(here, killed_while_writing, monkeypatch):
     assert Path("out/report.html").read_text().endswith("</html>\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ending", ["svg", "pdf", "png"])
 def test_figures_are_replaced_at_once(here, monkeypatch, killed_while_writing, ending):
     monkeypatch.setattr(figures, "FORMATS", (ending,))
@@ -201,6 +203,7 @@ def test_a_picture_of_no_known_format_is_one_line(tmp_path):
         partition_picture([[0, 1], [2]], None, tmp_path / "p.nonsense")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("left", [b"", b"\0" * 4096])
 def test_a_comparison_replaces_the_empty_report_of_an_older_lamina(here, left):
     arguments = ("compare", "small.toml", "--out", "c", "--algorithms", "fedavg", "--seeds", "1", "--quiet")

@@ -314,6 +314,7 @@ def test_a_file_without_claims_is_for_compare():
         claims.check(parse({}))
 
 
+@pytest.mark.long
 def test_the_papers_own_numbers_support_their_claims():
     """Rounds and accuracies as printed, put in place of ours: a slip in copying them would show."""
     for name, file in PAPERS.items():

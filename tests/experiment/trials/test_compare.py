@@ -206,6 +206,7 @@ def test_ctrl_c_shows_the_finished_runs_and_says_how_to_resume(here, whole, caps
     assert_same_comparison("whole", "c")
 
 
+@pytest.mark.long
 def test_a_member_that_diverges_leaves_the_others_alone(here):
     """After a kill, too: who has diverged is not run again, and the others end as they would have."""
     wild = "compare.grid.fedavg.lr=[0.05, 1e30]"

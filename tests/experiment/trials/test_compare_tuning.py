@@ -127,6 +127,7 @@ def test_tuning_runs_have_the_rates_of_the_final_ones(here, schedule):
     assert call(*command("c", *SHORT, f"train.schedule={schedule}")) == 0  # the same runs: nothing is refused
 
 
+@pytest.mark.long
 def test_short_tuning_runs_continue_and_are_never_mixed(here, monkeypatch, capsys):
     record, seen = Training.record, []
 
@@ -164,6 +165,7 @@ STAGES = (
 CONTINUED = 7  # of the combinations, to the end
 
 
+@pytest.mark.long
 def test_the_best_third_and_the_neighbours_of_the_best_continue(here, capsys):
     """Rate 0.2 is best after five rounds, but not among the best third after two."""
     assert call(*command("whole", STAGES[0], STAGES[2], "compare.tuning_rounds=5")) == 0

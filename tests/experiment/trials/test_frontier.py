@@ -66,6 +66,7 @@ def test_the_runs_and_what_the_folder_says_of_them(here):
     assert all("secret.key" not in path.read_text() for path in Path("f").rglob("config.json"))
 
 
+@pytest.mark.long
 def test_stopped_and_started_again_no_round_is_trained_twice(here, monkeypatch):
     record, trained, few = Training.record, [], ("compare.seeds=1", "train.rounds=3", "frontier.epsilons=[8]")
     monkeypatch.setattr(Training, "record", lambda *a, **o: trained.append(1) or record(*a, **o))

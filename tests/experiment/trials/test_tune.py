@@ -187,6 +187,7 @@ def test_protocols_that_differ_are_not_stacked(here):
         assert steps == {3 * config["train"]["local_steps"]}
 
 
+@pytest.mark.long
 def test_results_and_the_edge(drawn, capsys):
     assert call(*[word for word in tune("grid.toml", "train.rounds=20", out="t") if word != "--quiet"]) == 0
     said = capsys.readouterr()

@@ -100,6 +100,7 @@ def test_a_grid_without_a_finished_round_leaves_the_folder_free(here, monkeypatc
     assert call(*tune("grid.toml", RATES, "train.seed=1", "train.rounds=1", out="t")) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["tune", "compare"])
 def test_runs_that_a_killed_overwrite_left_are_not_taken_for_new_ones(here, monkeypatch, kind, moment):

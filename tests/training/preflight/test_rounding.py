@@ -52,6 +52,7 @@ def ignored(run):
     return {name: int((kept == 0).sum()) for name, kept in run.objective.kept_gradients.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("algorithm", [lamina.FedLamb(), lamina.FedLada(decay=0.0)], ids=["fedlamb", "fedlada"])
 def test_engines_agree_although_rounding_would_be_scaled_up(name, algorithm):

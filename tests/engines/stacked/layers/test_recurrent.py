@@ -36,6 +36,7 @@ WORDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", WORDS.values(), ids=WORDS.keys())
 def test_layers_of_words(make):
     assert_as_in_the_loop(make, data())
