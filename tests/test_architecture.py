@@ -69,6 +69,7 @@ def test_every_file_has_a_room():
     }
 
 
+@pytest.mark.long
 def test_imports_point_downwards(rows, edges):
     upwards = {(one, other) for one, other in edges if rows[package_of(one)] > rows[package_of(other)]}
     assert not upwards

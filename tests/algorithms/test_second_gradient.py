@@ -75,6 +75,7 @@ def test_the_stacked_engine_agrees_with_the_loop(algorithm, gpu_path):
     assert_as_in_the_loop("batch_norm", algorithm, gpu_path=gpu_path, clip=0.5, chunk=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gpu_path", [False, True])
 @pytest.mark.parametrize("kind", ["dropout", "batch_norm", "raw"])
 def test_both_gradients_have_the_same_dropout_masks(kind, gpu_path):

@@ -80,6 +80,7 @@ def test_the_folder_is_the_one_of_lamina_run(tmp_path, monkeypatch):
     assert call("run", "a.toml", "--out", "r", "-q", "--set", "train.rounds=2") == 0  # complete
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

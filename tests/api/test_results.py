@@ -93,6 +93,7 @@ def test_folders_that_were_tuned_on_a_reported_seed_are_refused_in_one_line(tmp_
     assert compare(**given, overwrite=True).notes
 
 
+@pytest.mark.long
 def test_a_comparison_resumes_and_refuses_other_objects(tmp_path):
     first = compare(out=tmp_path / "c", seeds=1)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "c").glob("*/seed*/metrics.jsonl")}
@@ -144,6 +145,7 @@ def test_tuning_finds_the_best_of_a_grid(tmp_path):
     assert not (tmp_path / "t" / "best.toml").exists()  # no file can name these objects
 
 
+@pytest.mark.long
 def test_two_settings_of_one_algorithm_are_compared(tmp_path):
     given = {"small: α/2": lamina.FedLada(alpha=0.05), "plain": "fedavg", "large": lamina.FedLada(alpha=0.5)}
     rates = {"small: α/2": 0.1, "plain": 0.5, "large": [0.001, 0.1]}

@@ -371,6 +371,7 @@ NAN = X.clone()
 NAN[17, 2] = float("nan")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("call", "text"),
     [

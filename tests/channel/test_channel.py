@@ -61,6 +61,7 @@ def test_the_stacked_engine_agrees_with_the_loop(algorithm, codec, feedback):
     assert_same(*runs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_the_captured_engine_agrees_with_the_loop(codec):
     """On a CPU its steps are not captured, but its rows and their order are those of a GPU."""

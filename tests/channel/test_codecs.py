@@ -39,6 +39,7 @@ def read(codecs, values, keys, sizes=SIZES):
     return decode(codecs, numbers, sizes, keys)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("codec", UNBIASED, ids=str)
 def test_the_mean_over_the_draws_is_the_vector(codec):
     draws = 20_000

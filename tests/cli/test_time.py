@@ -49,6 +49,7 @@ def test_a_clock_of_the_file_and_the_runs_own(runs, capsys):
     assert cells(capsys.readouterr().out)[1][2:] == own[2:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -174,6 +174,7 @@ def test_regression_on_a_table(folder):
     assert simulation.run(1).last("loss") > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["run", "compare", "tune"])
 def test_other_clients_of_the_same_samples_are_other_data(folder, capsys, command):
     x, y = np.arange(12.0, dtype="float32").reshape(12, 1), np.arange(12) % 2

@@ -20,6 +20,7 @@ from flower_setup import (
 from lamina.flower import wire
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["scaffold", "fedlamb"])
 def test_a_lost_reply_does_not_let_the_clients_state_run_ahead(algorithm, tmp_path):
     setup = Setup(tmp_path, algorithm, participation=1.0, more={"deadline": 0.2})
@@ -138,6 +139,7 @@ def test_a_reply_for_an_old_round_is_not_taken_for_the_new_one(tmp_path):
     assert_weights(setup, reference(setup, absent={(3, 1)}))
 
 
+@pytest.mark.long
 def test_a_node_that_is_silent_in_mimes_first_exchange_is_only_missing(tmp_path):
     """Each exchange has a deadline of its own: the second is not sent in the last moments of the first."""
     setup = Setup(tmp_path, MIME, rounds=2, participation=1.0, more={"deadline": 0.8, "attempts": 1})

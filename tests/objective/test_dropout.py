@@ -182,6 +182,7 @@ def test_a_module_that_draws_itself_runs_in_the_loop(draw, always, caplog):
             lamina.Simulation(Own(draw, always), data, "fedavg", engine=engine, **settings)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["auto", "loop"])
 @pytest.mark.parametrize("always", [False, True])
 @pytest.mark.parametrize(

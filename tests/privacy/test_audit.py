@@ -111,6 +111,7 @@ def test_equal_scores_show_nothing():
     assert membership_bound([1.0] * 50, [1.0] * 50, 1e-5) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("noise", [0.5, 2.0])
 def test_shown_noise_is_little_more_than_the_noise_and_never_less(noise):
     """Also where a bound at the δ of the guarantee says nothing: 1,000 runs show ε = 5 at most, and the truth is 10."""

@@ -152,6 +152,7 @@ def test_the_commands_in_the_text_run_the_rates_that_the_grid_does_not_have(monk
     assert points == further
 
 
+@pytest.mark.long
 def test_the_committed_page_is_made_from_the_committed_measurements(tmp_path: Path) -> None:
     speedup_page.write(speedup.STUDIES, tmp_path)
     written = sorted(tmp_path.iterdir())

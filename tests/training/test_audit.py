@@ -69,6 +69,7 @@ def test_the_right_mechanism_shows_less_than_is_accounted_for_but_not_nothing(ru
     assert found.accounted == run_of(algorithm, **settings).accountant.epsilon(3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["all", "bernoulli"])
 @pytest.mark.parametrize("wrong", [small_noise, clipped_mean])
 def test_wrong_mechanisms_are_found(run_of, monkeypatch, wrong, how):
@@ -121,6 +122,7 @@ def test_every_field_is_audited_at_its_own_bound(run_of):
     assert each.shown == pytest.approx(joint.shown, rel=0.25)
 
 
+@pytest.mark.long
 def test_noise_that_one_field_lacks_is_found(run_of, monkeypatch):
     original = Noise.of_round
     share = {"delta": 1.0, "delta_c": 0.0}

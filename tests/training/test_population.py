@@ -46,6 +46,7 @@ def assert_each_is_as_if_alone(make, settings, *, graphed=False):
     assert not any(torch.equal(a, b) for i, a in enumerate(ends) for b in ends[:i])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("graphed", [False, True])
 @pytest.mark.parametrize("limits", [(None, 0.1, 0.3), (0.1, None), (0.2, 0.1)])
 def test_members_clip_by_their_own_norm(limits, graphed):

@@ -57,6 +57,7 @@ def test_options(algorithm):
     assert_as_in_the_loop("mlp", algorithm, rounds=4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["mlp", "resnet9", "batch_norm", "transformer"])
 def test_float32(kind):
     assert_as_in_the_loop(kind, "fedlamb", torch.float32, tolerance=1e-4)

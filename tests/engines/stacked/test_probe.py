@@ -197,6 +197,7 @@ COUPLINGS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", COUPLINGS.values(), ids=COUPLINGS.keys())
 def test_samples_that_differ_show_a_module_that_mixes_them(change):
     assert_as_in_the_loop(lambda: Changing(change), table(), "loop")

@@ -113,6 +113,7 @@ DAMAGES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_config_is_one_line_everywhere(half, capsys, damage):
     path = half / "config.json"

@@ -100,6 +100,7 @@ def test_killed_at_every_write(here, monkeypatch):
     assert moment > 18
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("file", ["clients", "state", "round", "best"])
 def test_a_full_disk_is_one_line_and_the_run_resumes_later(half, capsys, monkeypatch, file):
     write = atomic.write_file

@@ -115,6 +115,7 @@ def test_a_kill_between_two_final_models(here, whole):
     assert_same_comparison("whole", "c")
 
 
+@pytest.mark.long
 def test_more_seeds_and_methods_are_added_to_what_is_there(here, whole, monkeypatch):
     whole.rename("c")
     before = {name: (here / "c" / name / "metrics.jsonl").read_bytes() for name in RUNS}

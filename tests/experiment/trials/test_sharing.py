@@ -72,6 +72,7 @@ def work(arguments, workers=3, seed=None, folder=None):
     assert [process.exitcode for process in running] == [0] * workers
 
 
+@pytest.mark.long
 def test_a_process_takes_the_runs_that_are_free_and_waits_for_the_others(here, capsys):
     assert call(*command("alone")) == 0
     comparison = Comparison(load("small.toml"), here / "c")

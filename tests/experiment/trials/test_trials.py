@@ -65,6 +65,7 @@ def test_a_metric_that_is_nan_in_every_finished_trial_is_refused():
         refuse_nan("", "accuracy", [nan])
 
 
+@pytest.mark.long
 def test_side_by_side_gives_the_results_of_separate_runs(here, monkeypatch):
     grouped = populations(monkeypatch)
     every = "run.evaluate_every=5"  # and the last round

@@ -401,6 +401,7 @@ def test_a_study_that_may_not_grow_is_one_line_and_resumes_later(here):
     assert [state for _, state, _ in trials_in("t")] == ["COMPLETE"] * 2
 
 
+@pytest.mark.long
 def test_optuna_prunes_and_is_extended(here, capsys, monkeypatch):
     optuna = pytest.importorskip("optuna")
     assert call(*tune("tpe.toml", "train.rounds=4", "tune.trials=3", out="t")) == 0

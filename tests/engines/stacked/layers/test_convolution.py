@@ -22,6 +22,7 @@ TENSORS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make", "shape"), TENSORS.values(), ids=TENSORS.keys())
 def test_layers(make, shape):
     assert_as_in_the_loop(make, data(shape))
