@@ -80,8 +80,8 @@ class FedAdamW(LocalAdamW):
 
     def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
         after, psi = self.next_moments(local, grad)
-        own = psi if self.local_weight == "one" else (1 - self.alpha) * psi
-        direction = add_decay(own + self.alpha * down.g_a, local.y, self.decay)  # + lambda y (C2)
+        local_part = psi if self.local_weight == "one" else (1 - self.alpha) * psi
+        direction = add_decay(local_part + self.alpha * down.g_a, local.y, self.decay)  # + lambda y (C2)
         return after._replace(y=descend(local.y, direction, lr))
 
     def finish(self, local: Local, down: Server, client: Nothing, info: ClientInfo) -> tuple[Up, Nothing]:

@@ -8,7 +8,6 @@ without the secret), and the salt of its noise.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -108,6 +107,8 @@ class Releases:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Open the file, keep other processes out of it, and read what is new."""
+        import fcntl  # which Windows lacks, and only private runs need
+
         with writing_to(self.path.parent):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             is_new = not self.path.exists()

@@ -232,10 +232,10 @@ class CanaryMixin(Algorithm):
     def finish(self, local: Any, down: Any, client: Any, info: Any) -> tuple[Any, Any]:
         """Return the algorithm's upload, or a canary's in its place."""
         up, after = super().finish(local, down, client.kind(*client[:-2]), info)
-        own = {name: value * (client.number < 0) for name, value in up._asdict().items() if value is not None}
-        for name in own.keys() & self.canaries.directions.keys():
-            own[name] = own[name] + self.canaries.upload(name, client.number, client.share)
-        return up._replace(**own), _numbered(after)(*after, client.number, client.share)
+        fields = {name: value * (client.number < 0) for name, value in up._asdict().items() if value is not None}
+        for name in fields.keys() & self.canaries.directions.keys():
+            fields[name] = fields[name] + self.canaries.upload(name, client.number, client.share)
+        return up._replace(**fields), _numbered(after)(*after, client.number, client.share)
 
     def update(self, server: Any, up: Any, info: Any) -> Any:
         """Return what the algorithm does; note what the released mean shows of the canaries."""

@@ -132,9 +132,9 @@ def check_privacy(algorithm: Algorithm, objective: Objective, plan: Plan, record
             f"privacy: the buffer '{moving[0]}' is averaged without noise: use GroupNorm, or keep it with the clients "
             f'(private = ["*{moving[0].rpartition(".")[2]}"])'
         )
-    told = [name for name, value in recorded.items() if value]
-    if told:
-        raise BadInput(f"privacy: {told[0]} publishes figures of single clients without noise: leave it out")
+    revealing = [name for name, value in recorded.items() if value]
+    if revealing:
+        raise BadInput(f"privacy: {revealing[0]} publishes figures of single clients without noise: leave it out")
 
 
 def warn_of_inexact_replays(device: torch.device, *, deterministic: bool) -> None:
@@ -150,7 +150,7 @@ def published(row: Mapping[str, Any], plan: Plan, accountant: Accountant) -> dic
     """Return a row without what the clients' data can be seen in, and with ε.
 
     A cohort that coins draw is as large as its expected size, for its real one tells who is there. So does the time on
-    a network, which is that of the cohort's slowest client; `lamina time` computes it for whoever has the run's seed.
+    a network, which is that of the cohort's slowest client; `lamina time` computes it from the run's seed.
     """
     privacy = plan.protocol.privacy
     assert privacy is not None
