@@ -51,7 +51,7 @@ docs: $(VENV)/.installed
 	@echo docs/_build/html/index.html
 
 papers: $(VENV)/.installed
-	$(BIN)/pytest -v $(addprefix tests/algorithms/test_,pseudo_code.py reductions.py invariants.py)
+	$(BIN)/pytest -v $(addprefix tests/algorithms/test_,pseudo_code.py reductions.py invariants.py newer_identities.py newer_adamw.py)
 
 dist: $(VENV)/.installed
 	$(BIN)/python -m build

@@ -1,8 +1,8 @@
 """FedAdamW: Local AdamW that starts from the clients' mean second moment and follows the global direction.
 
 Liu et al. 2025, "FedAdamW: a communication-efficient optimizer with convergence and generalization guarantees for
-federated large models". Its text was not found: this follows third-party transcriptions and the authors' code. "C1" is
-an entry in the list of choices: docs/reference/algorithms.md.
+federated large models". Its full text was not at hand: this follows third-party transcriptions and the authors' code.
+"C1" is an entry in the list of choices: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """FedLion: clients run Lion from the server's momentum, and the server averages models and momenta.
 
-Tang & Chang 2024, "FedLion: faster adaptive federated optimization with fewer communication", Algorithm 1; its text was
-not found, so this follows the authors' code (avg_lion_cifar.py). "C36" is an entry in the list of choices:
-docs/reference/algorithms.md.
+Tang & Chang 2024, "FedLion: faster adaptive federated optimization with fewer communication". Its full text was not at
+hand: this follows the authors' code (avg_lion_cifar.py) and a third-party transcription. "C36" is an entry in the list
+of choices: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations

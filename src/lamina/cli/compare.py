@@ -26,18 +26,22 @@ if TYPE_CHECKING:
     from lamina.experiment.trials.trials import Job
 
 
+Names = Annotated[str | None, typer.Option("--algorithms", help="comma-separated names")]
+OutFolder = Annotated[Path | None, typer.Option("--out", help="folder for runs, picture and tables")]
+
+
 @base.app.command()
 @base.resumable
 def compare(
     file: base.File,
     overrides: Set = None,
-    names: Annotated[str | None, typer.Option("--algorithms", help="comma-separated names")] = None,
+    names: Names = None,
     seeds: Annotated[int | None, typer.Option("--seeds", help="runs per algorithm", min=1)] = None,
     baseline: Annotated[
         str | None,
         typer.Option("--baseline", metavar="NAME", help="show differences to this algorithm, by seed"),
     ] = None,
-    out_folder: Annotated[Path | None, typer.Option("--out", help="folder for runs, picture and tables")] = None,
+    out_folder: OutFolder = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     tensorboard: TensorBoard = False,

@@ -12,7 +12,7 @@ import typer
 from lamina.base.workers import this_worker
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, TensorBoard, echo
-from lamina.cli.compare import chosen_settings, train
+from lamina.cli.compare import Names, OutFolder, chosen_settings, train
 from lamina.cli.workers import Slurm, Workers, launch
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 def frontier(
     file: base.File,
     overrides: Set = None,
-    names: Annotated[str | None, typer.Option("--algorithms", help="comma-separated names")] = None,
+    names: Names = None,
     seeds: Annotated[int | None, typer.Option("--seeds", help="runs per method and codec", min=1)] = None,
-    out_folder: Annotated[Path | None, typer.Option("--out", help="folder for runs, picture and tables")] = None,
+    out_folder: OutFolder = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
     tensorboard: TensorBoard = False,
