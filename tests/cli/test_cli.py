@@ -10,6 +10,7 @@ import torch
 
 from helpers import call
 from lamina import BadInput, __version__
+from lamina.cli.base import app
 from lamina.experiment.config import load, parse
 
 
@@ -68,6 +69,15 @@ def test_bad_input_is_one_line_and_exit_2(here, capsys, arguments, text):
     assert text in printed
     assert len(printed.splitlines()) == 1
     assert not (here / "runs").exists()  # nothing half-made is left behind
+
+
+def test_no_word_of_the_help_is_taken_for_markup(capsys):
+    """rich reads [privacy] as a style, and leaves it out of what it prints."""
+    assert call("--help") == 0
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for command in app.registered_commands:
+        first_line = (command.callback.__doc__ or "").split("\n\n")[0]
+        assert " ".join(first_line.split()) in printed, command.callback.__name__
 
 
 def test_bad_input_as_a_user_sees_it(tmp_path):

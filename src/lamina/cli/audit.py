@@ -29,7 +29,7 @@ def audit(
     rounds: Annotated[int | None, typer.Option("--rounds", help=ROUNDS, min=1)] = None,
     seed: Annotated[int | None, typer.Option("--seed", help=SEED)] = None,
 ) -> None:
-    """Measure how much an experiment with [privacy] reveals about a client; exit code 1 if that proves an error.
+    """Measure how much a private experiment reveals about a client; the exit code is 1 if that proves an error.
 
     Half of the clients send the most visible upload that the clipping bound permits. The noise is that of the audit
     alone.
