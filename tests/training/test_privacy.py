@@ -85,7 +85,8 @@ def test_the_same_noise_on_another_mean_is_refused(run_of, ledgers):
     other.run(1)
     generator = torch.Generator().manual_seed(1)
     start = other.state.server.x.clone()
-    other.train_data.x.add_(1e-3 * torch.randn(X.shape, generator=generator))  # other data that the identity misses
+    noise = 1e-3 * torch.randn(X.shape, generator=generator)
+    other.train_data.x.add_(noise.to(other.train_data.x))  # other data that the identity misses
     with pytest.raises(BadInput, match="round 2 was released before with the same noise") as error:
         other.run(1)
     assert "\n" not in str(error.value)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import lamina
+from lamina.engines.loop import Loop
 from lamina.engines.stacked import graphs, memory
 from lamina.engines.stacked.graphs import CapturedSteps
 from lamina.engines.stacked.steps import StackedObjective
@@ -58,7 +59,7 @@ def test_a_chunk_that_does_not_fit_the_memory_is_halved(name, before, monkeypatc
     [
         (CapturedSteps, "__init__", 1),
         (torch, "tensordot", 2),  # of the mean; the second time without those that have diverged
-        (lamina.engines.loop.Loop, "explain", 2),
+        (Loop, "explain", 2),
         (RoundSums, "plus", 2),
         (torch, "_foreach_mul", 1),
     ],

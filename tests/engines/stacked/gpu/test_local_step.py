@@ -93,7 +93,7 @@ def test_a_fused_step_is_the_step(case, clip, shapes):
     for name, value, wanted in zip(local._fields, local, expected, strict=True):
         if wanted is not None:
             torch.testing.assert_close(
-                value, wanted, rtol=2e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+                value, wanted, rtol=2e-6, atol=2e-7, msg=lambda text, name=name: f"{name}: {text}"
             )
     for row in (0, 2):
         torch.testing.assert_close(rounded[row], local.y[row].bfloat16(), rtol=0.01, atol=0.01)
