@@ -12,6 +12,7 @@ The server's half of a round is the reference's own (`close_round`), member by m
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -41,17 +42,20 @@ from lamina.engines.stacked.independence import parts_of
 from lamina.engines.stacked.memory import Memory
 from lamina.engines.stacked.one_row import empty_upload, explain, model_of, record_of
 from lamina.engines.stacked.rows import (
+    EarlyRound,
     Member,
     Outcome,
     PlanAhead,
     RoundInProgress,
     Row,
+    Started,
     Trained,
     column,
     map_record,
     members_and_weights,
     on_device,
     per_member,
+    read_later,
     row_algorithm,
     row_buffers,
     row_of,
@@ -103,6 +107,7 @@ class Stacked:
     graphs: Graphs | Apart | None = field(init=False)  # captured local steps; None: steps run one operation at a time
     feed: BatchFeed = field(init=False)
     _sent_weights: tuple[Any, Tensor] | None = field(default=None, init=False, repr=False)  # cache of `_row_weights`
+    _early: EarlyRound | None = field(default=None, init=False, repr=False)  # the next round, if it was begun early
 
     def __post_init__(self) -> None:
         self.memory = Memory(self.objective.device)
@@ -125,40 +130,68 @@ class Stacked:
         augmentation = as_augmentation(self.protocol.augmentation)
         return StackedObjective(self.objective, self.data, self.forward, augmentation)
 
-    def run_round(self, state: State, plan: RoundPlan, ahead: PlanAhead | None = None) -> tuple[State, RoundReport]:
-        """Run one round of one experiment; `ahead` is called while a GPU works on it."""
-        (outcome,) = self.run_members([Member(self.algorithm, state, plan, self.protocol)], ahead)
+    def run_round(
+        self, state: State, plan: RoundPlan, ahead: PlanAhead | None = None, *, goes_on: bool = False
+    ) -> tuple[State, RoundReport]:
+        """Run one round of one experiment; see `run_members`."""
+        (outcome,) = self.run_members([Member(self.algorithm, state, plan, self.protocol)], ahead, goes_on=goes_on)
         if isinstance(outcome, Diverged):
             raise outcome
         return outcome
 
-    def run_members(self, members: Sequence[Member], ahead: PlanAhead | None = None) -> list[Outcome]:
-        """Run the same round of several experiments that differ in numbers and seeds; each ends as if it ran alone."""
+    def run_members(
+        self, members: Sequence[Member], ahead: PlanAhead | None = None, *, goes_on: bool = False
+    ) -> list[Outcome]:
+        """Run the same round of several experiments that differ in numbers and seeds; each ends as if it ran alone.
+
+        Args:
+            members: the experiments.
+            ahead: plans the next round; it is called while a GPU works on this one.
+            goes_on: whether that round most likely follows, so that a GPU may begin it before this one is reported.
+        """
         ranks = Ranks.current()
         if ranks.world > 1 and not isinstance(self.protocol.aggregation, Mean):
             raise BadInput("a robust aggregation needs all uploads in one process: run it without torchrun")
-        now = RoundInProgress(members, self.feed.rows(members), ahead)
+        early, self._early = self._early, None
+        if early is not None and not early.is_round_of(members):
+            early = None
+        rows = self.feed.rows(members) if early is None else early.now.rows
         needs = members[0].algorithm.needs(members[0].plan.number)
         needs_gradients = needs.full_gradient or needs.control_variate
         batch = members[0].plan.index.shape[2]
-        chunks = self.memory.cut(now.rows, self._problem, batch, graphs=2 if needs_gradients else 1)
-        if needs_gradients:
-            self._run(chunks, lambda chunk: self._add_full_gradients(now, chunk))
-        for e, member in enumerate(members):
-            mean = self._mean_gradient(now, e, ranks) if needs.control_variate else None
-            plan, layers = member.plan, self.objective.shared_layers
-            info = ServerInfo(plan.number, plan.lr, layers, plan.participation, mean_gradient=mean)
-            down = member.algorithm.broadcast(member.state.server, info)
-            now.downs.append(self.protocol.channel.seen_broadcast(down, layers))
-        now.sums = [self._empty_sums(member) for member in members]
-        now.clients = [dict(member.state.clients) for member in members]
+        chunks = self.memory.cut(rows, self._problem, batch, graphs=2 if needs_gradients else 1)
+        if early is not None and len(chunks) == 1:
+            now, started = dataclasses.replace(early.now, members=members), [early.started]
+        else:
+            now, started = RoundInProgress(members, rows), []
+            if needs_gradients:
+                self._run(chunks, lambda chunk: self._add_full_gradients(now, chunk))
+            self._open(now)
+        now.ahead, now.goes_on = ahead, goes_on
+
+        def work(chunk: list[Row]) -> None:
+            start = started.pop() if started else self._start(now, chunk)  # one that was begun early is used once
+            self._add(now, chunk, self._finish(now, chunk, start))
+
         # a chunk that does not fit the GPU's memory is run again: `_add` adds nothing before all memory is there
-        self._run(chunks, lambda chunk: self._add(now, chunk, self._train(now, chunk)))
+        self._run(chunks, work)
         if ranks.world > 1:
             pairs, trust = zip(members, now.downs, strict=True), self.record_trust_ratios
             layouts = [empty_upload(self.objective, member, down, trust) for member, down in pairs]
             ranks.combine(now.sums, layouts, now.failed)
         return [self._close(now, e) for e in range(len(members))]
+
+    def _open(self, now: RoundInProgress) -> None:
+        """Broadcast, and set up the sums of a round."""
+        needs = now.members[0].algorithm.needs(now.members[0].plan.number)
+        for e, member in enumerate(now.members):
+            mean = self._mean_gradient(now, e, Ranks.current()) if needs.control_variate else None
+            plan, layers = member.plan, self.objective.shared_layers
+            info = ServerInfo(plan.number, plan.lr, layers, plan.participation, mean_gradient=mean)
+            down = member.algorithm.broadcast(member.state.server, info)
+            now.downs.append(self.protocol.channel.seen_broadcast(down, layers))
+        now.sums = [self._empty_sums(member) for member in now.members]
+        now.clients = [dict(member.state.clients) for member in now.members]
 
     def _run(self, chunks: list[list[Row]], work: Callable[[list[Row]], None]) -> None:
         self.memory.run(chunks, work, release=lambda: self.graphs is not None and self.graphs.release())
@@ -176,8 +209,8 @@ class Stacked:
 
     # --- one chunk ------------------------------------------------------------------------------------------------
 
-    def _train(self, now: RoundInProgress, chunk: list[Row]) -> Trained:
-        """Let every row's client train, from the broadcast to the upload; a GPU may still be working on it."""
+    def _start(self, now: RoundInProgress, chunk: list[Row]) -> Started:
+        """Let every row's client take its local steps; a GPU may still be working on them."""
         members = {e: now.members[e] for e in {row.member for row in chunk}}
         first, like, layout = members[chunk[0].member], self.objective.start, self.forward.layout
         clients, channel = first.state.ledger.clients * len(now.members), self.protocol.channel
@@ -213,6 +246,13 @@ class Stacked:
             algorithm, local, down, buffers, batches, info.lr, clip, needs.control_variate, needs.second_gradient
         )  # fmt: skip
         local, losses = self._take_steps(self._problem, work, filled)
+        return Started(algorithm, local, losses, down, client, kept, buffers, info, steps, home, row_weights, relative)
+
+    def _finish(self, now: RoundInProgress, chunk: list[Row], started: Started) -> Trained:
+        """Return what every row's client uploads and keeps after its local steps."""
+        algorithm, local, losses, down, client, kept, buffers, info, steps, home, row_weights, relative = started
+        members, layout = {e: now.members[e] for e in {row.member for row in chunk}}, self.forward.layout
+        channel = self.protocol.channel
         up, client = algorithm.finish(local, down, client, info)
         trained = (local, up, self._in_usual_order(client))
         sent, record = client_result(algorithm, self.objective, kept, trained, buffers, info, layout)
@@ -283,12 +323,21 @@ class Stacked:
         check = torch.stack([distances, *(total.to(distances.device) for total in checks)]).sum(0)
         by_row = torch.stack([trained.losses, distances, check, trained.within])
         numbers = torch.cat([by_row.double().flatten(), between, *(step.measured for step in steps.values())])
-        if numbers.is_cuda:
+        read = read_later(numbers)
+        has_begun_next = False
+        if self.graphs is not None:
             self.feed.look_ahead(now, chunk)
-        of_rows, gaps, of_steps = np.split(np.array(numbers.tolist()), np.cumsum([by_row.numel(), len(between)]))
+            if not (keeps_state or trained.ratios is not None):
+                has_begun_next = self._begin_next(now, chunk, steps)
+        of_rows, gaps, of_steps = np.split(np.array(read()), np.cumsum([by_row.numel(), len(between)]))
         loss, spread, checked, within = of_rows.reshape(4, len(chunk))
         is_finite = np.isfinite(checked)
         if not is_finite.all():
+            if has_begun_next:  # its local steps have written over these
+                self._early = None
+                trained = self._finish(now, chunk, self._start(now, chunk))
+                up, client, buffers = trained.up, trained.client, trained.buffers
+                checks = [trained.losses, *row_sums(up._replace(delta=None)), *row_sums(client)]
             # without the distances: the square of a finite number may be too large for float32
             total = torch.stack([total.to(distances.device) for total in (*checks, up.delta.sum(-1))]).sum(0)
             is_finite = np.isfinite(total.double().tolist())
@@ -319,6 +368,34 @@ class Stacked:
             now.sums[e].up, now.sums[e].buffers = total_up, total_buffers
         for e, measured in zip(steps, of_steps.reshape(-1, 3), strict=False):  # there are no steps if a row diverged
             now.sums[e].server_step = steps[e]._replace(measured=torch.from_numpy(measured))
+
+    def _begin_next(self, now: RoundInProgress, chunk: list[Row], steps: dict[int, ServerStep]) -> bool:
+        """Begin the next round's local steps, if they follow from this one's server steps; return whether it was tried.
+
+        A GPU would otherwise idle while the host reports this round, which takes longer than a small model's steps.
+        """
+        upcoming = self.feed.upcoming
+        if not now.goes_on or upcoming is None or len(steps) < len(now.members) or self.protocol.privacy is not None:
+            return False
+        needs = now.members[0].algorithm.needs(now.members[0].plan.number + 1)
+        if needs.full_gradient or needs.control_variate:
+            return False
+        members = [
+            Member(
+                member.algorithm,
+                dataclasses.replace(
+                    member.state, server=steps[e].server, buffers=member.state.buffers | steps[e].buffers
+                ),
+                dataclasses.replace(upcoming.plans[e], lr=member.protocol.rate(upcoming.plans[e].number)),
+                member.protocol,
+            )
+            for e, member in enumerate(now.members)
+        ]
+        with contextlib.suppress(Exception):  # raised again when the round is due: this one shall not be lost
+            following = RoundInProgress(members, upcoming.rows)
+            self._open(following)
+            self._early = EarlyRound(following, self._start(following, following.rows))
+        return True
 
     def _step_servers(self, now: RoundInProgress, totals: dict[int, tuple[Any, Buffers]]) -> dict[int, ServerStep]:
         """Take the members' steps on the server; none if other ranks or another aggregation than the mean need more."""

@@ -49,6 +49,11 @@ class BatchFeed:
                 sent = self._send([plans[row.member] for row in rows], [row.c for row in rows])
                 self._ahead = NextRound(plans, rows, sent)
 
+    @property
+    def upcoming(self) -> NextRound | None:
+        """The next round, if it is planned and its batches are sent."""
+        return self._ahead
+
     def rows(self, members: Sequence[Member]) -> list[Row]:
         """Return the rows of a round."""
         ahead = self._ahead

@@ -322,6 +322,7 @@ class CapturedSteps:
             with recording() as launches:
                 self._copy_in(work)
                 self._step(rows, size, sent_addresses.copy_)
+            wait_for_kernels()  # no other thread may compile while processes are forked
             compile_ahead(launches)
         self._copy_in(work)
         side = self._stream or _warm_up_stream(device)

@@ -61,6 +61,7 @@ def test_launches_of_another_thread_are_recorded_unless_it_asks():
 
 def test_equal_kernels_are_compiled_once(monkeypatch):
     kernel, started = Kernel(), []
+    monkeypatch.setattr(launches, "compile_in_processes", lambda jobs: None)
     monkeypatch.setattr(launches, "start_triton", lambda: started.append(1))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -1,11 +1,13 @@
 """Launch kernels, or compile many of them at the same time before the first launch.
 
-Triton compiles a kernel when it is first launched, one after another: a deep network would start slowly.
+Triton compiles a kernel when it is first launched, one after another: a deep network would start slowly. Most of a
+compilation is Python, so threads hardly help; `forked.py` compiles in processes, whose results lie in Triton's cache.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -15,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from lamina.engines.stacked.gpu.forked import compile_in_processes
 
 log = logging.getLogger(__name__)
 
@@ -70,26 +74,28 @@ def start_triton() -> None:
 
 
 def compile_ahead(launches: Iterable[Launch]) -> None:
-    """Compile the kernels of all launches at the same time."""
+    """Compile the kernels of all launches at the same time. No other thread may compile meanwhile."""
     distinct = {_variant(*launched): launched for launched in launches}
     if len(distinct) >= MANY_KERNELS:
-        log.info(
-            "loading %d GPU kernels; the first run on a machine compiles them, in about ten seconds", len(distinct)
-        )
+        log.info("loading %d GPU kernels; the first run on a machine compiles them, in a few seconds", len(distinct))
     device = torch.cuda.current_device()
 
-    def compile_one(launched: Launch) -> None:
+    def compile_one(launched: Launch) -> Any:
         kernel, grid, arguments, options = launched
+        return kernel.warmup(*arguments, grid=grid, **options)
+
+    def load_one(launched: Launch) -> None:
         torch.cuda.set_device(device)
         with contextlib.suppress(Exception):  # raised again by the launch, if there is one
-            compiled = kernel.warmup(*arguments, grid=grid, **options)
+            compiled = compile_one(launched)
             if hasattr(compiled, "_init_handles"):  # Triton would build the launcher at the first launch
                 compiled._init_handles()
 
     if distinct:
         start_triton()
+        compile_in_processes([functools.partial(compile_one, launched) for launched in distinct.values()])
     with ThreadPoolExecutor(min(len(distinct) or 1, os.cpu_count() or 1)) as pool:
-        list(pool.map(compile_one, distinct.values()))
+        list(pool.map(load_one, distinct.values()))
 
 
 def _variant(kernel: Any, grid: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -1,0 +1,69 @@
+"""Kernels are compiled in forked processes; without a GPU, jobs that write files stand for them."""
+
+import functools
+import os
+import sys
+import time
+
+import pytest
+import torch
+
+from lamina.engines.stacked.gpu import forked
+from lamina.engines.stacked.gpu.forked import compile_in_processes, run_forked
+
+if not hasattr(os, "fork"):
+    pytest.skip("no fork here", allow_module_level=True)
+
+
+def writer(path):
+    return lambda: path.write_text(str(os.getpid()))
+
+
+def test_jobs_run_in_other_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    paths = [tmp_path / f"{i}" for i in range(7)]
+    run_forked([writer(path) for path in paths])
+    owners = {path.read_text() for path in paths}
+    assert len(owners) == 3
+    assert str(os.getpid()) not in owners
+
+
+def test_a_job_that_fails_or_hangs_stops_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(forked, "LONGEST_S", 0.2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    paths = [tmp_path / f"{i}" for i in range(3)]
+    began = time.monotonic()
+    # the first process has a job that fails and then one that writes, the second hangs, the third kills itself
+    run_forked([lambda: 1 / 0, lambda: time.sleep(60), lambda: os.kill(os.getpid(), 9), *map(writer, paths)])
+    assert time.monotonic() - began < 10
+    assert paths[0].exists()
+    assert not paths[1].exists()
+    assert not paths[2].exists()
+
+
+def test_without_triton_nothing_is_compiled(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    compile_in_processes([lambda: pytest.fail("no kernel can be asked for")])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_triton_finds_what_other_processes_compiled(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    from lamina.engines.stacked.gpu.launch import recording, start_triton
+    from lamina.engines.stacked.gpu.sums import sum_rows
+
+    start_triton()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    values = [torch.rand(2, 300, width, device="cuda") for width in (71, 73)]
+    with recording() as launches:
+        for each in values:
+            sum_rows(each)
+    asked = [functools.partial(kernel.warmup, *args, grid=grid, **more) for kernel, grid, args, more in launches]
+    compile_in_processes(asked)
+    compiled = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")}
+    assert len(compiled) == 2
+    for each in values:
+        torch.testing.assert_close(sum_rows(each), each.sum(1))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")} == compiled
+    monkeypatch.setattr(forked, "run_forked", lambda jobs: pytest.fail("all kernels are there"))
+    compile_in_processes(asked)
