@@ -265,3 +265,15 @@ def test_what_breaks_the_guarantee_is_refused_in_one_line(run_of, changed, messa
         run_of(**changed)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_noise_that_a_thread_draws_ahead_is_the_same():
+    like, names = torch.zeros(7), ("delta", "v")
+    ahead, alone = Noise(b"key", 1.0), Noise(b"key", 1.0)
+    for name in names:
+        ahead._draw_ahead(name, 2, like)
+        ahead._draw_ahead(name, 3, like)  # the last one counts
+    for number in (2, 3):
+        for name in names:
+            assert torch.equal(ahead.of_round(name, number, like), alone.of_round(name, number, like))
+    assert not ahead._ahead

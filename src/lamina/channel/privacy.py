@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import math
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from lamina.base.limits import check_count, check_number
 from lamina.base.registry import refuse_unknown_options
 from lamina.objective.layers import Layers
 
+MANY_NUMBERS = 100_000  # that take long enough to draw
 COUNT = "#within"  # the name of the noise on the number of uploads within the bound; no field has it
 EXAMPLE = "{'bound': 1.0, 'epsilon': 8, 'rounds': 100, 'delta': 1e-5}"
 
@@ -55,6 +57,8 @@ class Noise:
     _repeats: dict[int, str] = field(default_factory=dict, compare=False, repr=False)  # the salt of a repeated round
     _earlier: dict[tuple[str, int], Tensor] = field(default_factory=dict, compare=False, repr=False)
     _inverse: list[float] = field(default_factory=lambda: [1.0], compare=False, repr=False)  # of z_t, z_{t-1}, … in y_t
+    # numbers of the next round, which a thread draws while a GPU trains, by field, round and salt
+    _ahead: dict[tuple[str, int, str], Future[Tensor]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def id(self) -> str:
@@ -87,12 +91,14 @@ class Noise:
         """
         if number in self._repeats:
             return self._white(name, number, like, self._repeats[number])
-        return self._first(name, number, like)
+        noise = self._first(name, number, like)
+        if like.is_cuda and like.numel() >= MANY_NUMBERS:
+            self._draw_ahead(name, number + 1, like)
+        return noise
 
     def _first(self, name: str, number: int, like: Tensor) -> Tensor:
         """Return the noise of the first release of a round."""
-        salt = "" if self.releases is None else self.releases.first_salt(number)
-        total, bands = self._white(name, number, like, salt), len(self.coefficients)
+        total, bands = self._white(name, number, like, self._first_salt(number)), len(self.coefficients)
         for back in range(1, min(bands, number)):  # the recurrence of `lamina.privacy.correlated.next_noise`
             total = total - self.coefficients[back] * self._correlated(name, number - back, like)
         if bands > 1:
@@ -115,10 +121,28 @@ class Noise:
                 self._first(name, earlier, like)
         return self._earlier[name, number]
 
+    def _draw_ahead(self, name: str, number: int, like: Tensor) -> None:
+        for key in [key for key in self._ahead if key[0] == name]:
+            self._ahead.pop(key).cancel()
+        salt = self._first_salt(number)
+        self._ahead[name, number, salt] = _threads().submit(self._draw, name, number, like.shape, salt)
+
+    def _first_salt(self, number: int) -> str:
+        return "" if self.releases is None else self.releases.first_salt(number)
+
     def _white(self, name: str, number: int, like: Tensor, salt: str) -> Tensor:
+        ahead = self._ahead.pop((name, number, salt), None)
+        return self._draw(name, number, like.shape, salt) if ahead is None else ahead.result()
+
+    def _draw(self, name: str, number: int, shape: torch.Size, salt: str) -> Tensor:
         digest = hashlib.sha256(self.key + f"{name}/{number}{salt and '/'}{salt}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        return torch.randn(like.shape, generator=generator, dtype=torch.float64)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(2, thread_name_prefix="noise")
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ def begun(monkeypatch):
     log = []
     begin, start = Stacked._begin_next, Stacked._start
 
-    def begin_next(self, now, chunk, steps):
-        tried = begin(self, now, chunk, steps)
+    def begin_next(self, now, steps):
+        tried = begin(self, now, steps)
         log.append("early" if self._early is not None else "not early")
         return tried
 

@@ -35,6 +35,7 @@ from lamina.engines.loop import FIXED_CHUNK
 from lamina.engines.personal import client_broadcast, client_result, pass_channel, unpack
 from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.apart import Apart
+from lamina.engines.stacked.early import EarlyRound, begins_early, next_members, read_later
 from lamina.engines.stacked.feed import BatchFeed
 from lamina.engines.stacked.forward import CapturedForward, Forward, StackedForward
 from lamina.engines.stacked.graphs import Graphs
@@ -42,7 +43,6 @@ from lamina.engines.stacked.independence import parts_of
 from lamina.engines.stacked.memory import Memory
 from lamina.engines.stacked.one_row import empty_upload, explain, model_of, record_of
 from lamina.engines.stacked.rows import (
-    EarlyRound,
     Member,
     Outcome,
     PlanAhead,
@@ -55,7 +55,6 @@ from lamina.engines.stacked.rows import (
     members_and_weights,
     on_device,
     per_member,
-    read_later,
     row_algorithm,
     row_buffers,
     row_of,
@@ -285,8 +284,12 @@ class Stacked:
         cohorts = np.array([plan.cohort_stream for plan in plans])
         downs, up = [now.downs[row.member] for row in chunk], self._in_usual_order(up)
 
+        if (cohorts == cohorts[0]).all():
+            cohorts = cohorts[:1]  # what all clients of a round draw alike is drawn once
+
         def send(which: Any, up: Any, down: Any, record: Any) -> tuple[Any, Any]:
-            link = Link.of(self.objective.shared_layers, clients[which], cohorts[which], self.objective.device)
+            cohort = cohorts[which if len(cohorts) > 1 or isinstance(which, slice) else 0]
+            link = Link.of(self.objective.shared_layers, clients[which], cohort, self.objective.device)
             sent, record = pass_channel(self.protocol.channel, member.algorithm, up, down, record, link)
             return sent.up, record
 
@@ -328,7 +331,7 @@ class Stacked:
         if self.graphs is not None:
             self.feed.look_ahead(now, chunk)
             if not (keeps_state or trained.ratios is not None):
-                has_begun_next = self._begin_next(now, chunk, steps)
+                has_begun_next = self._begin_next(now, steps)
         of_rows, gaps, of_steps = np.split(np.array(read()), np.cumsum([by_row.numel(), len(between)]))
         loss, spread, checked, within = of_rows.reshape(4, len(chunk))
         is_finite = np.isfinite(checked)
@@ -369,30 +372,13 @@ class Stacked:
         for e, measured in zip(steps, of_steps.reshape(-1, 3), strict=False):  # there are no steps if a row diverged
             now.sums[e].server_step = steps[e]._replace(measured=torch.from_numpy(measured))
 
-    def _begin_next(self, now: RoundInProgress, chunk: list[Row], steps: dict[int, ServerStep]) -> bool:
-        """Begin the next round's local steps, if they follow from this one's server steps; return whether it was tried.
-
-        A GPU would otherwise idle while the host reports this round, which takes longer than a small model's steps.
-        """
+    def _begin_next(self, now: RoundInProgress, steps: dict[int, ServerStep]) -> bool:
+        """Begin the next round's local steps, if they follow from the servers' steps; return whether it was tried."""
         upcoming = self.feed.upcoming
-        if not now.goes_on or upcoming is None or len(steps) < len(now.members) or self.protocol.privacy is not None:
+        if upcoming is None or not begins_early(now, steps):
             return False
-        needs = now.members[0].algorithm.needs(now.members[0].plan.number + 1)
-        if needs.full_gradient or needs.control_variate:
-            return False
-        members = [
-            Member(
-                member.algorithm,
-                dataclasses.replace(
-                    member.state, server=steps[e].server, buffers=member.state.buffers | steps[e].buffers
-                ),
-                dataclasses.replace(upcoming.plans[e], lr=member.protocol.rate(upcoming.plans[e].number)),
-                member.protocol,
-            )
-            for e, member in enumerate(now.members)
-        ]
         with contextlib.suppress(Exception):  # raised again when the round is due: this one shall not be lost
-            following = RoundInProgress(members, upcoming.rows)
+            following = RoundInProgress(next_members(now, steps, upcoming), upcoming.rows)
             self._open(following)
             self._early = EarlyRound(following, self._start(following, following.rows))
         return True

@@ -90,36 +90,6 @@ class Started(NamedTuple):
     relative: Tensor | None
 
 
-@dataclass
-class EarlyRound:
-    """A round whose local steps were begun before the round before it was reported."""
-
-    now: RoundInProgress
-    started: Started
-    _versions: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._versions = _versions(self.now.members)
-
-    def is_round_of(self, members: Sequence[Member]) -> bool:
-        """Return whether these members, with these states and plans, are to be trained."""
-        if len(members) != len(self.now.members) or _versions(members) != self._versions:
-            return False
-        return all(
-            one.algorithm is other.algorithm
-            and one.state.server is other.state.server
-            and one.plan.index is other.plan.index
-            and one.plan.lr == other.plan.lr
-            for one, other in zip(members, self.now.members, strict=True)
-        )
-
-
-def _versions(members: Sequence[Member]) -> list[int]:
-    """Return how often the tensors of the members' states were written in place, by a user's callback, say."""
-    states = [member.state for member in members]
-    return [t._version for s in states for t in (*s.server, *s.buffers.values()) if isinstance(t, Tensor)]
-
-
 class Trained(NamedTuple):
     """What the rows of a chunk have trained; [rows, ...] each."""
 
@@ -247,21 +217,6 @@ def send(values: Any, device: torch.device) -> Tensor:
     """Return a numpy array on the device, by pinned memory: from any other, the host waits until the GPU is idle."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def read_later(numbers: Tensor) -> Callable[[], list[float]]:
-    """Start to copy numbers to the host; return a function that waits for them alone, not for what is started later."""
-    if not numbers.is_cuda:
-        return numbers.tolist
-    copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
-    done = torch.cuda.current_stream().record_event()
-
-    def wait() -> list[float]:
-        done.synchronize()
-        values: list[float] = copy.tolist()
-        return values
-
-    return wait
 
 
 def to_layout(values: Tensor, layout: ChannelsLast | None, back: bool = False) -> Tensor:
