@@ -30,7 +30,6 @@ from lamina.channel.channel import Link
 from lamina.data.dataset import Dataset
 from lamina.data.feed import as_augmentation
 from lamina.data.parts import Indices
-from lamina.engines.devices import arithmetic
 from lamina.engines.loop import FIXED_CHUNK
 from lamina.engines.personal import client_broadcast, client_result, pass_channel, unpack
 from lamina.engines.ranks import Ranks
@@ -56,7 +55,6 @@ from lamina.engines.stacked.rows import (
     on_device,
     per_member,
     row_algorithm,
-    row_buffers,
     row_of,
     row_sums,
     rows_of,
@@ -74,6 +72,7 @@ from lamina.engines.stacked.steps import (
     SumOfGradients,
     train,
 )
+from lamina.engines.stacked.totals import Totals
 from lamina.engines.state import (
     RoundReport,
     RoundSums,
@@ -105,7 +104,7 @@ class Stacked:
     memory: Memory = field(init=False)
     graphs: Graphs | Apart | None = field(init=False)  # captured local steps; None: steps run one operation at a time
     feed: BatchFeed = field(init=False)
-    _sent_weights: tuple[Any, Tensor] | None = field(default=None, init=False, repr=False)  # cache of `_row_weights`
+    totals: Totals = field(init=False)
     _early: EarlyRound | None = field(default=None, init=False, repr=False)  # the next round, if it was begun early
 
     def __post_init__(self) -> None:
@@ -113,6 +112,7 @@ class Stacked:
         graphs = Graphs() if self.objective.device.type == "cuda" else None
         self.graphs = Apart() if isinstance(self.forward, CapturedForward) else graphs
         self.feed = BatchFeed(self.objective, self.protocol)
+        self.totals = Totals(self.objective, self.forward)
 
     @property
     def name(self) -> str:
@@ -235,8 +235,8 @@ class Stacked:
             gradients = torch.stack([now.gradients[row] for row in chunk]) if needs.control_variate else None
             down = client_broadcast(algorithm, self.objective, down, kept, info, gradients, layout)
         # made before the GPU is busy: the host would wait for it otherwise
-        row_weights = self._row_weights(now, chunk)
-        relative = self._relative_weights(now, chunk) if algorithm.state_changes else None
+        row_weights = self.totals.row_weights(now, chunk)
+        relative = self.totals.relative_weights(now, chunk) if algorithm.state_changes else None
         limits = {e: None if m.algorithm.clips_direction else m.protocol.clip for e, m in members.items()}
         is_limited = any(limit is not None for limit in limits.values())
         clip = per_member(chunk, {e: limit or math.inf for e, limit in limits.items()}, like) if is_limited else None
@@ -308,7 +308,7 @@ class Stacked:
         members, and `close_round` takes the steps.
         """
         up, client, buffers = trained.up, trained.client, trained.buffers
-        totals = self._totals(now, chunk, trained, trained.row_weights)
+        totals = self.totals.add(now, chunk, trained, trained.row_weights)
         steps = self._step_servers(now, totals) if now.is_last(chunk) else {}
         keeps_state = any(value is not None for value in client)
         # records of their own: checkpoints tell what has changed by identity
@@ -347,7 +347,7 @@ class Stacked:
             for r in map(int, np.flatnonzero(~is_finite)):
                 if chunk[r].member not in now.failed:
                     now.failed[chunk[r].member] = self._explain(now, chunk[r], row_of(up, r))
-            totals, steps = self._totals(now, chunk, trained, self._row_weights(now, chunk)), {}
+            totals, steps = self.totals.add(now, chunk, trained, self.totals.row_weights(now, chunk)), {}
             again = chunk_distances(chunk, up.delta.double(), now.sums, totals, self._to_layout)
             spread, gaps = (np.array(values.tolist()) for values in again)
 
@@ -423,53 +423,7 @@ class Stacked:
             records.append(new[row.member])
         return records
 
-    def _relative_weights(self, now: RoundInProgress, chunk: list[Row]) -> Tensor | None:
-        """Return every row's weight times the size of its cohort; None if no member weights clients by examples."""
-        members = [now.members[row.member] for row in chunk]
-        if not any(member.protocol.by_examples for member in members):
-            return None
-        weights = [
-            row.weight * len(member.plan.cohort) if member.protocol.by_examples else 1.0
-            for row, member in zip(chunk, members, strict=True)
-        ]
-        return column(weights, self.objective.start)
-
     # --- sums over rows -------------------------------------------------------------------------------------------
-
-    def _row_weights(self, now: RoundInProgress, chunk: list[Row]) -> tuple[list[int], Tensor]:
-        """Return the members that have not diverged, and every row's weight in each one's mean [members, rows]."""
-        owner, weight = members_and_weights(chunk)
-        members = [e for e in dict.fromkeys(owner.tolist()) if e not in now.failed]
-        weights = np.where(owner == np.reshape(members, (-1, 1)), weight, 0.0)
-        # Most rounds have the same weights, so those of the last call stay on the device.
-        if self._sent_weights is None or not np.array_equal(self._sent_weights[0], weights):
-            self._sent_weights = weights, send(weights, self.objective.device).to(self.objective.dtype)
-        return members, self._sent_weights[1]
-
-    def _totals(
-        self, now: RoundInProgress, chunk: list[Row], trained: Trained, row_weights: tuple[list[int], Tensor]
-    ) -> dict[int, tuple[Any, Buffers]]:
-        """Return every member's sum of uploads and of buffers with these rows added."""
-        (members, weights), up, buffers = row_weights, trained.up, trained.buffers
-        if not members:
-            return {}
-        if len(chunk) == 1:  # one large model: every pass over it counts
-            upload = self._in_usual_order(row_of(up, 0))
-            return {members[0]: now.sums[members[0]].plus(upload, row_buffers(buffers, 0), chunk[0].weight)}
-        all_count = {row.member for row in chunk} == set(members)
-
-        def means(values: Tensor) -> Tensor:
-            """[rows, ...] -> [members, ...]; a row that diverged does not count, not even times zero."""
-            if not all_count:
-                counts = (weights != 0).any(0)
-                values = torch.where(counts.reshape(-1, *[1] * (values.dim() - 1)), values, 0.0)
-            weighted: Tensor = torch.tensordot(weights, values, dims=1)
-            return weighted
-
-        with arithmetic("fp32"):  # whatever the model's arithmetic is, the mean is exact
-            mean_up = self._in_usual_order(map_record(means, up))
-            mean_buffers = {name: means(b) for name, b in buffers.items() if b.is_floating_point()}
-        return {e: now.sums[e].plus(row_of(mean_up, i), row_buffers(mean_buffers, i)) for i, e in enumerate(members)}
 
     def _empty_sums(self, member: Member) -> RoundSums:
         """Return zeros, and what every rank knows from the plan alone."""
