@@ -67,3 +67,7 @@ def test_a_label_of_a_comparison_may_name_another_algorithm():
 
 def test_claims_are_no_part_of_a_run():
     assert "claim" not in load(next(iter(reproduction.papers().values()))).model_dump()
+
+
+def test_one_metric_needs_no_list():
+    assert parse({"train": {"metrics": "f1"}}).train.metrics == ["f1"]

@@ -105,6 +105,7 @@ def test_a_sound_node_learns_what_it_would_send(algorithm, tried, tmp_path):
         ({"data": "with_nan"}, "data: sample 3 of x holds nan"),
         ({"data": "broken_labels"}, "the train labels go up to 3: it needs 4"),
         ({"data": "no_file"}, "KeyError: 'data' (tried.py:"),
+        ({"data": "no_file"}, "start the node with --node-config '… data=…'"),
         ({"config": 'partition-id=1 data="gone.csv"', "data": "no_file"}, "FileNotFoundError"),
         ({"model": "lambda: torch.nn.Linear(7, 3)"}, "the model cannot take the train data"),
         ({"data": "huge", "settings": "lr=1e30"}, "client 1 (local step 1 of 1) went non-finite"),

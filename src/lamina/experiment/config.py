@@ -58,6 +58,7 @@ BatchSize = Annotated[int | Literal["full"], PlainValidator(_batch_size)]  # "fu
 
 Item = TypeVar("Item")
 NotEmpty = Annotated[list[Item], Field(min_length=1)]
+OneOrMore = Annotated[NotEmpty[str] | None, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)]
 
 
 class _Section(BaseModel):
@@ -73,7 +74,7 @@ class AlgorithmSection(Named):
 class _Train(_Section):
     rounds: AtLeastOne = 50
     patience: AtLeastOne | None = None  # evaluations without a better value after which the run stops
-    metrics: NotEmpty[str] | None = None  # names or module:function; the first is the primary one
+    metrics: OneOrMore = None  # names or module:function; the first is the primary one
 
     @model_validator(mode="after")
     def _one_length(self) -> _Train:

@@ -61,7 +61,7 @@ def check_node(folder: Path, node_config: str, say: Say) -> list[str]:
         except LaminaError as error:
             problems.append(str(error))
         except Exception as error:  # the app's code may raise anything
-            problems.append(describe_error(error))
+            problems.append(describe_error(error) + _missing_option(error, context))
         return None
 
     attempt(lambda: _check_key(context))
@@ -74,6 +74,14 @@ def check_node(folder: Path, node_config: str, say: Say) -> list[str]:
                 context.node_config["state-dir"] = state
                 attempt(lambda: _try_round(node, context, client, say))
     return problems
+
+
+def _missing_option(error: Exception, context: Context) -> str:
+    """Return how to give an option that the app's code did not find, if that is what an error means."""
+    option = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if not isinstance(option, str) or option in context.node_config:
+        return ""
+    return f": if the app reads it from context.node_config, start the node with --node-config '… {option}=…'"
 
 
 def _check_key(context: Context) -> None:
