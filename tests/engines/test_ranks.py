@@ -36,6 +36,7 @@ ALGORITHMS = {
     "per_layer": PerLayer,
     "fedsam": FedSam,
     "ditto": Ditto,
+    "fednova": lambda: lamina.FedNova(momentum=0.5),
 }
 # 3 of 5 clients active, and 1 of 5: with three ranks some have nothing to do
 CASES = [
@@ -44,6 +45,7 @@ CASES = [
     ("mime", "batch_norm", 1.0),
     ("fedlada", "mlp", 0.6),
     ("per_layer", "mlp", 0.6),
+    ("fednova", "mlp", 0.2),
     ("fedsam", "batch_norm", 0.6),
     ("fedlamb", "augmented", 0.6),
     ("fedlamb", "dropout", 0.6),

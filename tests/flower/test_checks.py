@@ -171,8 +171,9 @@ def test_a_bad_gradient_keeps_a_client_out_of_mimes_round(value, tmp_path):
     assert_weights(setup, reference(setup, absent={(2, 1)}))
 
 
-def test_large_updates_can_be_refused(tmp_path):
-    setup = Setup(tmp_path, "scaffold", participation=1.0, more={"limits": Limits(max_norm=1e-6), "attempts": 1})
+@pytest.mark.parametrize("algorithm", ["scaffold", "fednova"])
+def test_large_updates_can_be_refused(algorithm, tmp_path):
+    setup = Setup(tmp_path, algorithm, participation=1.0, more={"limits": Limits(max_norm=1e-6), "attempts": 1})
     with pytest.raises(Stopped, match=r"'delta' has norm .*, over the limit of 1e-06"):
         setup.run()
 

@@ -11,6 +11,7 @@ import lamina
 from flower_grid import over_the_wire, signed
 from flower_setup import MIME, NODE, Setup, as_sent, assert_like_the_simulation, client_of, is_train
 from lamina.flower import internals, wire
+from lamina.flower.checks import Limits
 
 
 @pytest.mark.parametrize("algorithm", ["fedlamb", pytest.param("mimelamb", marks=pytest.mark.long)])
@@ -33,6 +34,28 @@ def test_lazy_synchronisation_saves_bytes_on_the_real_wire(algorithm, tmp_path):
         version = (int(number) - 1) // 3
         assert ("v_hat" in names) == (held.get(client) != version), (number, client)
         held[client] = version
+
+
+def test_fednova_sends_its_normalised_displacement_and_one_number(tmp_path):
+    """The displacement, d a, is not sent, and the limit of its norm acts on it."""
+    sent, most = [], []
+
+    def on_reply(grid, node, message, reply):
+        if is_train(message):
+            sent.append({name: list(array.shape) for name, array in reply.content["up"].items()})
+            d, a = (wire.decode(reply.content["up"][name], torch.zeros(n)) for name, n in (("d", 83), ("a", 1)))
+            most.append(float((d * a).norm()))
+        return reply
+
+    setup = Setup(tmp_path / "one", lamina.FedNova(momentum=0.5), rounds=2)
+    setup.run(setup.grid(on_reply=on_reply))
+    assert_like_the_simulation(setup)
+    assert all(shapes == {"d": [83], "a": [1]} for shapes in sent)
+    limits = {"limits": Limits(max_norm=0.999 * max(most[:3])), "attempts": 1, "quorum": 1}
+    limited = Setup(tmp_path / "other", lamina.FedNova(momentum=0.5), rounds=1, more=limits)
+    limited.run()
+    (refused,) = limited.journal[0]["refused"]
+    assert f"'delta' has norm {max(most[:3]):.4g}, over the limit" in refused["why"]
 
 
 def test_whole_messages_are_little_more_than_their_arrays(tmp_path):

@@ -124,9 +124,10 @@ def test_a_diverged_run_is_not_run_again(here, capsys):
     assert rows("r") == before
 
 
-def test_models_in_the_folder_are_those_of_their_rounds(here):
-    assert call(*command("r", rounds=9, algorithm="fedavg")) == 0
-    experiment = load("small.toml", ["train.rounds=9", "algorithm.name=fedavg", "run.engine=stacked"])
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedexp"])  # which evaluates another model than it broadcasts
+def test_models_in_the_folder_are_those_of_their_rounds(here, algorithm):
+    assert call(*command("r", rounds=9, algorithm=algorithm)) == 0
+    experiment = load("small.toml", ["train.rounds=9", f"algorithm.name={algorithm}", "run.engine=stacked"])
     again = building.build(experiment)
     accuracies = [row["accuracy"] for row in rows("r")]
     best = accuracies.index(max(accuracies)) + 1
