@@ -125,7 +125,12 @@ class Noise:
         for key in [key for key in self._ahead if key[0] == name]:
             self._ahead.pop(key).cancel()
         salt = self._first_salt(number)
-        self._ahead[name, number, salt] = _threads().submit(self._draw, name, number, like.shape, salt)
+
+        def draw() -> Tensor:
+            noise = self._draw(name, number, like.shape, salt)
+            return noise.pin_memory() if like.is_cuda else noise  # which a GPU reads several times as fast
+
+        self._ahead[name, number, salt] = _threads().submit(draw)
 
     def _first_salt(self, number: int) -> str:
         return "" if self.releases is None else self.releases.first_salt(number)
@@ -270,7 +275,8 @@ class Privacy:
         assert self.noise is not None
         noised = {}
         for name, (total, deviation) in self._unnoised(up, share).items():
-            noised[name] = total + (self.noise.of_round(name, number, total) * deviation).to(total)
+            noise = self.noise.of_round(name, number, total).to(total.device, non_blocking=True)
+            noised[name] = total + (noise * deviation).to(total)
             if name in algorithm.non_negative:
                 noised[name] = noised[name].clamp(min=0)  # costs no privacy
         return up._replace(**noised)

@@ -113,7 +113,8 @@ def test_private_parts_are_those_of_the_loop(algorithm, model):
         run.run(2)
     for client in range(7):
         (x, _), (expected, _) = (run.client_parameters(client) for run in runs)
-        assert float((x - expected).norm() / expected.norm()) < 1e-4
+        # rounding, which differs from run to run in the loop, may flip a ReLU of the CNN
+        assert float((x - expected).norm() / expected.norm()) < (1e-4 if model == "mlp" else 1e-2)
 
 
 @pytest.mark.parametrize("engine", ["stacked", "captured"])
