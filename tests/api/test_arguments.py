@@ -57,7 +57,7 @@ def test_a_mistyped_argument_is_named():
         ({"callbacks": []}, r"simulation.run\(on_round=…\)"),
         ({"optimizer": "adam"}, "did you mean 'algorithm'"),
         ({"weight_decay": 0.1}, r"give it to the algorithm, lamina.FedLamb\(decay=…\)"),
-        ({"mu": 0.1}, "'mu' is an option of DiLoCo, FedAvgM, FedProx"),
+        ({"mu": 0.1}, "'mu' is an option of DiLoCo, FedAvgM, FedNova, FedProx"),
         ({"resume": True}, r"no setting 'resume'; help\(lamina.Simulation\) lists them"),
         (
             {"partition": {"name": "dirichlet", "alhpa": 0.3}},

@@ -202,7 +202,7 @@ def test_comparisons_and_tunings_judge_by_the_first_metric():
         (lambda: compare(lr={"fedlada": 0.1}), "no algorithm 'fedlada' in this comparison"),
         (lambda: compare(batchsize=3), "no setting 'batchsize'; did you mean 'batch_size'"),
         (lambda: compare(seeds=0), "compare.seeds = 0"),
-        (lambda: compare(mu=0.1), "no setting 'mu': 'mu' is an option of DiLoCo, FedAvgM, FedProx"),
+        (lambda: compare(mu=0.1), "no setting 'mu': 'mu' is an option of DiLoCo, FedAvgM, FedNova, FedProx"),
         (lambda: compare(augmentation=3), "augmentation is 3, which changes no samples"),
         (lambda: compare(schedule=lamina.schedules.Cosine), "schedule is the class Cosine"),
         (lambda: compare(loss=torch.nn.NLLLoss), "loss is the class NLLLoss: give loss='nll'"),
