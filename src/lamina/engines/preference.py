@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
 from lamina.base import rng
 from lamina.base.dispatch import WatchingMode
@@ -60,7 +59,7 @@ def _on_a_cpu(objective: Objective, trained: list[nn.Module], batch: int, sample
         return f"a network of {objective.layers.size:,} parameters gains nothing from company on a CPU"
     if any(isinstance(layer, nn.LSTM) and layer.hidden_size > SMALL_LSTM for layer in trained):
         return f"torch's LSTM is faster than a stacked one of more than {SMALL_LSTM} units on a CPU"
-    work = _Work()  # type: ignore[no-untyped-call]
+    work = _Work()
     with rng.forked(objective.device), torch.no_grad(), work:
         objective.outputs(objective.start, copy_buffers(objective.buffers), sample, train=True)
     scale = batch / len(tensors(sample)[0])
@@ -76,10 +75,16 @@ class _Work(WatchingMode):  # type: ignore[no-untyped-call]
 
     flops, numbers = 0, 0
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        from torch.utils.flop_counter import flop_registry  # imports Triton, which a run on a GPU does meanwhile
+
+        self._count_of = flop_registry.get
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
-            count = flop_registry.get(func.overloadpacket)
+            count = self._count_of(func.overloadpacket)
             self.flops += 0 if count is None else count(*args, **(kwargs or {}), out_val=result)
             main = result[0] if isinstance(result, tuple) else result  # norms also return their statistics
             self.numbers += main.numel() if isinstance(main, Tensor) else 0

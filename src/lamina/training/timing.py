@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo, trial_step
 from lamina.base import rng
@@ -53,6 +52,8 @@ def _batch_size(plan: Plan, samples: int) -> int:
 
 def count_flops(objective: Objective, data: Dataset, batch: int) -> int:
     """Return the floating-point operations of one mini-batch's gradient, as torch counts them (its matrix products)."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton, which takes time
+
     index = torch.arange(min(batch, len(data)), device=objective.device)
     inputs, targets = data.inputs(index, objective.dtype), take(data.y, index)
     with FlopCounterMode(display=False) as counter, rng.forked(objective.device, seed=0):
