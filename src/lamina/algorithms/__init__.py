@@ -7,6 +7,7 @@ from typing import Any
 
 from lamina.algorithms.contract import Algorithm, Card
 from lamina.algorithms.declaration import option_places, options, registry
+from lamina.algorithms.deltasgd import DeltaSgd
 from lamina.algorithms.diloco import DiLoCo
 from lamina.algorithms.fedadagrad import FedAdagrad
 from lamina.algorithms.fedadam import FedAdam
@@ -24,12 +25,15 @@ from lamina.algorithms.fedlada_lamb import FedLadaLamb
 from lamina.algorithms.fedlamb import FedLamb
 from lamina.algorithms.fedlars import FedLars
 from lamina.algorithms.fedlion import FedLion
+from lamina.algorithms.fedmuon import FedMuon
 from lamina.algorithms.fednova import FedNova
 from lamina.algorithms.fedprox import FedProx
 from lamina.algorithms.fedsam import FedSam
+from lamina.algorithms.fedsps import FedSps
 from lamina.algorithms.fedyogi import FedYogi
 from lamina.algorithms.localadam import LocalAdam
 from lamina.algorithms.localadamw import LocalAdamW
+from lamina.algorithms.localmuon import LocalMuon
 from lamina.algorithms.mime import Mime
 from lamina.algorithms.mimelamb import MimeLamb
 from lamina.algorithms.mofedsam import MoFedSam
@@ -42,6 +46,7 @@ __all__ = [
     "BUILT_IN",
     "Algorithm",
     "Card",
+    "DeltaSgd",
     "DiLoCo",
     "FedAdagrad",
     "FedAdam",
@@ -59,12 +64,15 @@ __all__ = [
     "FedLamb",
     "FedLars",
     "FedLion",
+    "FedMuon",
     "FedNova",
     "FedProx",
     "FedSam",
+    "FedSps",
     "FedYogi",
     "LocalAdam",
     "LocalAdamW",
+    "LocalMuon",
     "Mime",
     "MimeLamb",
     "MoFedSam",
