@@ -84,20 +84,14 @@ def test_fednova_with_equal_steps_is_fedavg() -> None:
     close(path("fednova", NOVA | {"momentum": 0.6}, rounds)[0], np.mean(ends, axis=0))
 
 
-@pytest.mark.parametrize("steps", [1, 2, 7])
-def test_fednovas_weights_are_the_closed_forms(steps: int) -> None:
-    """One client with a constant gradient: x moves by tau (y_K - x) / a; the closed forms are the paper's."""
-    rho, mu, lr = 0.6, 0.5, 0.1
-    ones = np.ones(2)
-    weights = {
-        "momentum": (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho),
-        "mu": (1 - (1 - lr * mu) ** steps) / (lr * mu),
-    }
-    for option, weight in weights.items():
-        o = NOVA | {option: rho if option == "momentum" else mu}
-        moved = path("fednova", o, plan([steps], 1, lr), lambda y, batch: ones, np.zeros(2))[0]
-        tau = weight if option == "momentum" else steps
-        close(moved, -lr * tau * ones)  # y_K - x = -lr a g
+@pytest.mark.parametrize("option", ["momentum", "mu"])
+def test_fednovas_weights_are_the_closed_forms(option: str) -> None:
+    """A constant gradient g: y_K - x = -eta a_i g, so all clients' directions are -eta g, whatever their K_i."""
+    steps, lr, rho, mu = np.array([1, 2, 7]), 0.1, 0.6, 0.5
+    weights = (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+    ends = path("fednova", NOVA | {option: {"momentum": rho, "mu": mu}[option]}, plan(list(steps), 1, lr),
+                lambda y, batch: np.ones(2), np.zeros(2))  # fmt: skip
+    close(ends[0], np.full(2, -lr * (weights if option == "momentum" else steps).mean()))
 
 
 def test_fednova_finds_the_optimum_of_all_clients() -> None:
@@ -146,6 +140,29 @@ def test_muon_scales_tall_matrices_only() -> None:
     wide = U.reshape(2, 360)
     close(M.muon_direction(wide), M.newton_schulz(wide))
     close(M.muon_direction(wide.T), np.sqrt(180) * M.newton_schulz(wide.T))
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_local_muon_is_muon_with_heavy_ball_momentum(nesterov: bool) -> None:
+    """The scale of the momentum goes in the orthogonalisation; Nesterov's look-ahead and the scaled decay do not."""
+    y, B, part, lr, beta, scale, decay = START.copy(), 0.0, T.TENSORS[2], 0.1, 0.9, 0.5, 0.2
+    x = path("localmuon", MUON | {"decay": decay, "nesterov": nesterov}, plan([3], 1, lr), given := Trace(), START)
+    for g in given.gradients:
+        B = beta * B + g[part]
+        orthogonal = M.muon_direction((g[part] + beta * B if nesterov else B).reshape(T.CLASSES, T.HIDDEN)).ravel()
+        y[part] -= lr * scale * (orthogonal + decay * y[part])
+    close(x[0][part], y[part], rtol=1e-6)
+
+
+class Trace:
+    """The gradient of client 1's data, which remembers its values."""
+
+    def __init__(self) -> None:
+        self.gradients: list[np.ndarray] = []
+
+    def __call__(self, y: np.ndarray, batch: np.ndarray) -> np.ndarray:
+        self.gradients.append(GRADIENT(y, CLIENTS[1]))
+        return self.gradients[-1]
 
 
 def test_fedmuon_without_alignment_starts_as_local_muon() -> None:
@@ -245,6 +262,13 @@ def test_fedsps_on_quadratics(monkeypatch: pytest.MonkeyPatch) -> None:
     close(shorter, (start + z) / 2)
     close(path("fedsps", SPS | {"lower_bound": 1.0}, rounds, lambda y, batch: a * (y - z), z)[0], z)  # g = 0: no NaN
     close(path("fedsps", SPS | {"lower_bound": 1e9}, rounds, lambda y, batch: a * (y - z), start)[0], start)
+
+
+def test_fedsps_takes_the_decay_into_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C58: F = 0 and decay a are the quadratic a ||y||^2 / 2."""
+    monkeypatch.setattr(M, "cross_entropy", lambda gradient, y, batch: 0.0)
+    x = path("fedsps", SPS | {"decay": 3.0, "c": 1.0}, plan([1], 1, 10.0), lambda y, batch: 0 * y, np.ones(2))
+    close(x[0], np.full(2, 0.5))
 
 
 def test_fedsps_comes_closer_where_clients_agree(monkeypatch: pytest.MonkeyPatch) -> None:
