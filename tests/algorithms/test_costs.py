@@ -54,6 +54,7 @@ UNITS: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [  # down, up, c
     ("fedlada", {}, (3, 2, 0)),
     ("fedlada", {"amendment": "per_client"}, (3, 3, 0)),
     ("fedlada_lamb", {}, (3, 2, 0)),
+    ("fedams", {"preset": "fedlalr"}, (3, 3, 0)),
 ]
 
 
@@ -65,6 +66,17 @@ def test_cost_table(name: str, given: Any, units: Any) -> None:
     for row in simulate(algorithm).run(2):
         assert row["bytes_down"] == 3 * units[0] * BYTES
         assert row["bytes_up"] == 3 * units[1] * BYTES
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "kept"), [("fednova", (0, 1), 0), ("fedexp", (0, len(T.SHAPES)), 0), ("scaffnew", (1, 0), 2)]
+)
+def test_models_and_single_numbers(name: str, numbers: Any, kept: int) -> None:
+    """One model each way and some numbers: FedNova's a_i, FedExP's norm of every layer, Scaffnew's p."""
+    assert tuple(ledger.wire_cost(make(name))) == (1, 1, kept)
+    for row in simulate(make(name)).run(2):
+        assert row["bytes_down"] == 3 * (BYTES + 8 * numbers[0])
+        assert row["bytes_up"] == 3 * (BYTES + 8 * numbers[1])
 
 
 def test_paper_convention() -> None:

@@ -53,7 +53,7 @@ def test_values_that_an_option_does_not_accept_are_refused_in_one_line(call, tex
         (lambda: lamina.FedAvg(momentum=0.9), "FedAvg has no option 'momentum': 'momentum' is an option of FedAms, "),
         (
             lambda: algorithms.create("fedavg", mu=0.9),
-            "fedavg has no option 'mu': 'mu' is an option of DiLoCo, FedAvgM, FedProx .its",
+            "fedavg has no option 'mu': 'mu' is an option of DiLoCo, FedAvgM, FedNova, FedProx .its",
         ),
         (lambda: lamina.FedAvg(lr=0.9), "'lr' is a setting of training, Simulation.*train.lr in a file"),
         (lambda: lamina.FedAvg(learning_rate=0.9), "'lr' is a setting of training"),

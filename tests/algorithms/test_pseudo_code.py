@@ -154,7 +154,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         SERVER | {"beta2": 0.3},
         {"v_hat_init": 0.05},
     ],
-    "feddyn": [{"alpha": 0.5}, {"preset": "authors"}, {"preset": "fl_simulator"}],
+    "feddyn": [{"alpha": 0.5, "evaluate": "clients"}, {"preset": "authors"}, {"preset": "fl_simulator"}],
     "fedsam": [{"rho": 0.5, "server_lr": 0.7, **DECAY}, {"preset": "fl_simulator"}],
     "mofedsam": [
         {"rho": 0.5, "alpha": 0.5, "server_lr": 0.7},
@@ -232,6 +232,7 @@ def test_library_follows_the_pseudo_code(case: Any) -> None:
 
 
 NO_EFFECT = {  # options that cannot matter in their case
+    ("feddyn", "evaluate", "clients"),  # it chooses another model to evaluate
     ("fedcm", "clip_direction", 10.0),
     ("mofedsam", "clip_direction", 10.0),
     ("scaffold", "clip_direction", 10.0),  # the presets' ceiling is above every direction here

@@ -92,6 +92,16 @@ BROKEN = {  # a function of FedAvg, replaced
         lambda self, local, down, client, info: Displacement(local.y - down.x),
         "finish must return two things",
     ),
+    "a displacement beside delta": (
+        "displacement",
+        lambda self, up: up.delta,
+        "finish must leave 'delta' of the upload None beside displacement, found Displacement",
+    ),
+    "a trained model of another shape": (
+        "trained_model",
+        lambda self, server: server.x[:3],
+        r"trained_model must return a model like server.x, .* found one of shape \[3\]",
+    ),
     "finish without delta": (
         "finish",
         lambda self, local, down, client, info: (Change(local.y - down.x), client),
@@ -162,6 +172,26 @@ def test_what_is_sent_in_some_rounds_at_least():
 def test_a_client_uses_the_shared_model_by_default():
     x = torch.ones(3)
     assert FedAvg().client_model(x, None) is x
+
+
+def normalised(**functions):
+    """Return FedAvg that sends (y_K - x) / 2 in another field, with some functions replaced."""
+    return own(
+        finish=lambda self, local, down, client, info: (Two(None, (local.y - down.x) / 2), client),
+        update=lambda self, server, up, info: Model(server.x + 2 * up.head),
+        **functions,
+    )
+
+
+def test_an_upload_without_delta_has_a_displacement():
+    rehearse(normalised(displacement=lambda self, up: 2 * up.head))
+    for wrong in (lambda self, up: up.head[..., :3], lambda self, up: None):
+        with pytest.raises(BadInput, match="displacement must return y_K - x"):
+            rehearse(normalised(displacement=wrong))
+    with pytest.raises(BadInput, match="finish must return a state with the field 'delta', found Two"):
+        rehearse(normalised())
+    with pytest.raises(NotImplementedError):
+        FedAvg().displacement(Two(None, torch.ones(3)))
 
 
 def test_a_nan_that_is_passed_on_is_no_write():

@@ -81,8 +81,9 @@ def test_engines_agree_on_a_private_head_of_several(engine):
     assert len({tuple(vector.tolist()) for vector in client_vectors(runs[0])}) > 1
 
 
-# these servers move shared parameters in another way than local training does
+# these servers move shared parameters in another way than local training does; FedExP's evaluates their mean
 BY_SERVER = ("fedadam", "fedadam_star", "fedadagrad", "fedyogi", "fedams_server", "fedavgm", "feddyn", "diloco")
+BY_SERVER += ("fedexp",)
 LOCAL = sorted(registry().keys() - set(BY_SERVER))
 
 

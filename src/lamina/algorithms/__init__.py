@@ -18,11 +18,13 @@ from lamina.algorithms.fedavg import FedAvg
 from lamina.algorithms.fedavgm import FedAvgM
 from lamina.algorithms.fedcm import FedCM
 from lamina.algorithms.feddyn import FedDyn
+from lamina.algorithms.fedexp import FedExp
 from lamina.algorithms.fedlada import FedLada
 from lamina.algorithms.fedlada_lamb import FedLadaLamb
 from lamina.algorithms.fedlamb import FedLamb
 from lamina.algorithms.fedlars import FedLars
 from lamina.algorithms.fedlion import FedLion
+from lamina.algorithms.fednova import FedNova
 from lamina.algorithms.fedprox import FedProx
 from lamina.algorithms.fedsam import FedSam
 from lamina.algorithms.fedyogi import FedYogi
@@ -31,6 +33,7 @@ from lamina.algorithms.localadamw import LocalAdamW
 from lamina.algorithms.mime import Mime
 from lamina.algorithms.mimelamb import MimeLamb
 from lamina.algorithms.mofedsam import MoFedSam
+from lamina.algorithms.scaffnew import Scaffnew
 from lamina.algorithms.scaffold import Scaffold
 from lamina.base.errors import BadInput, unknown
 from lamina.base.registry import import_named, refuse_unknown_options
@@ -50,11 +53,13 @@ __all__ = [
     "FedAvgM",
     "FedCM",
     "FedDyn",
+    "FedExp",
     "FedLada",
     "FedLadaLamb",
     "FedLamb",
     "FedLars",
     "FedLion",
+    "FedNova",
     "FedProx",
     "FedSam",
     "FedYogi",
@@ -63,6 +68,7 @@ __all__ = [
     "Mime",
     "MimeLamb",
     "MoFedSam",
+    "Scaffnew",
     "Scaffold",
     "create",
     "find",

@@ -16,7 +16,7 @@ These rules let one definition run in every engine:
 - States are NamedTuples. A field is a tensor ``[..., p]`` (like the model), ``[..., layers]`` (one number per layer) or
   ``[..., 1]`` (one number per client), or None where an option switches it off. The engine owns the leading axes.
 - `Server` and `Down` have a field ``x`` (the model), `Local` a field ``y`` (the local model),
-  `Up` a field ``delta`` (y_K - x).
+  `Up` a field ``delta`` (y_K - x; None if the algorithm sends something else and has a `displacement`).
 - Every field of `Down` and `Up` that is not None is sent: the ledger counts it, Flower ships it.
 - The mean of the Ups uses the run's weighting, except for the fields named in `state_changes`.
 - No branch on a tensor's value, no in-place write, no ``.item()``. Branches on options are fine.
@@ -185,6 +185,22 @@ class Algorithm(ABC):
     A channel whose codec is coarse sends the difference.
     """
 
+    exact_messages: ClassVar[bool] = False
+    """Whether the method breaks if the server does not take the mean of the uploads as they were computed.
+
+    Channels, differential privacy and robust means are then refused.
+    """
+
+    all_clients: ClassVar[bool] = False
+    """Whether the method needs all clients in every round to find the right model: smaller cohorts are warned of."""
+
+    def displacement(self, up: Any) -> Tensor:
+        """Return y_K - x from an upload whose field ``delta`` is None, because other fields hold it in another form.
+
+        The engines set ``delta`` to it, to measure how far clients move and what lies between them. `update` gets None.
+        """
+        raise NotImplementedError
+
     @property
     def clips_direction(self) -> bool:
         """Whether `step` clips its own direction; the engines then skip `train.clip`, which clips the gradient."""
@@ -197,8 +213,16 @@ class Algorithm(ABC):
 
     # --- facts for the evaluation ---
 
+    def trained_model(self, server: Any) -> Tensor:
+        """Return the model that is evaluated and saved, from the server's state; default: ``server.x``.
+
+        Clients train from the broadcast.
+        """
+        x: Tensor = server.x
+        return x
+
     def client_model(self, x: Tensor, client: Any) -> Tensor:
-        """Return the model that a client uses for itself, from the one it sees and its state; default: the former."""
+        """Return the model that a client uses for itself, from the trained one and its state; default: the former."""
         return x
 
     # --- facts for the ledger ---
@@ -238,6 +262,21 @@ def has_second_point(algorithm: Algorithm) -> bool:
 def has_client_models(algorithm: Algorithm) -> bool:
     """Return whether clients use other models for themselves than the one they see."""
     return type(algorithm).client_model is not Algorithm.client_model
+
+
+def has_displacement(algorithm: Algorithm) -> bool:
+    """Return whether the algorithm sends y_K - x in another form."""
+    return type(algorithm).displacement is not Algorithm.displacement
+
+
+def with_displacement(algorithm: Algorithm, up: Any) -> Any:
+    """Return an upload, or rows of uploads, whose ``delta`` is y_K - x although it may not be sent."""
+    return up._replace(delta=algorithm.displacement(up)) if has_displacement(algorithm) else up
+
+
+def as_sent(algorithm: Algorithm, up: Any) -> Any:
+    """Return an upload, or the mean of some, without a ``delta`` that is not sent."""
+    return up._replace(delta=None) if has_displacement(algorithm) else up
 
 
 def step_kinds(algorithm: Algorithm) -> list[bool]:

@@ -22,7 +22,7 @@ from lamina.algorithms.algorithm1 import Algorithm1
 from lamina.algorithms.contract import ClientInfo, Number, ServerInfo, zeros
 from lamina.algorithms.declaration import algorithm
 from lamina.algorithms.primitives import add_decoupled, add_l2, descend, ema, precondition
-from lamina.algorithms.readings import FED_AUTHORS, FedAmsReadings
+from lamina.algorithms.readings import FED_AUTHORS, FEDLALR, FedAmsReadings
 from lamina.objective.layers import Layers
 
 
@@ -111,7 +111,7 @@ class DefaultReading(Algorithm1):
     link="https://arxiv.org/abs/2109.05109",
     lr=1e-3,
     paper_cost=2,
-    presets={"authors": FED_AUTHORS},
+    presets={"authors": FED_AUTHORS, "fedlalr": FEDLALR},
     grids={"lamb-paper": {"lr": [0.0001, 0.0003, 0.0005, 0.001, 0.003, 0.005, 0.01, 0.03, 0.05, 0.1]}},
 )
 class FedAms(FedAmsReadings, DefaultReading):

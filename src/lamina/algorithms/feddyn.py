@@ -8,7 +8,7 @@ choices: docs/reference/algorithms.md.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -61,6 +61,9 @@ class FedDyn(Algorithm):
 
     alpha: Number = option(0.01, "alpha, weight of the regulariser (C20)", low=0.0, open_low=True)
     decay: Number = option(0.0, "lambda, weight decay", low=0.0)
+    evaluate: Literal["server", "clients"] = option(
+        "server", "the model that is evaluated and saved: the server's x, or the mean of the round's local models (C21)"
+    )
 
     def init(self, x: Tensor, layers: Layers) -> Server:
         return Server(x, q=zeros(x))
@@ -85,6 +88,9 @@ class FedDyn(Algorithm):
     def update(self, server: Server, up: Displacement, info: ServerInfo) -> Server:
         q = server.q + info.participation * up.delta  # over all N clients: those that are absent keep their q_i
         return Server(server.x + up.delta + q, q)
+
+    def trained_model(self, server: Server) -> Tensor:
+        return server.x if self.evaluate == "server" else server.x - server.q  # C21: x + mean delta of the round
 
     def analysis(self, server: Server, previous: Server) -> Analysis:
         return Analysis(server.x)

@@ -23,6 +23,8 @@ from lamina.objective.layers import Layers
 
 MIME_AUTHORS = {"m_init": 1e-8, "v_init": 1e-8, "eps": 1e-8}
 FED_AUTHORS = {**MIME_AUTHORS, "first_round": "running", "v_seed": "client"}
+# FedLALR (Sun, Shen et al. 2023): local AMSGrad from the means of all clients' m and v_hat.
+FEDLALR = {"second_moment": "running", "momentum": "average", "v_init": 1e-16, "beta2": 0.995}
 
 
 @dataclass(frozen=True, eq=False)

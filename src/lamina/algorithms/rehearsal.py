@@ -26,6 +26,7 @@ from lamina.algorithms.contract import (
     ClientInfo,
     Needs,
     ServerInfo,
+    has_displacement,
     has_second_point,
     step_kinds,
     trial_step,
@@ -37,7 +38,7 @@ TINY = Layers({"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3)})  # its n
 
 
 # the functions that engines call with one client's vectors [p], or with rows of several clients [rows, p]
-CLIENT_FUNCTIONS = ("begin", "second_point", "step", "trust_ratios", "finish")
+CLIENT_FUNCTIONS = ("begin", "second_point", "step", "trust_ratios", "finish", "displacement")
 
 log = logging.getLogger(__name__)
 _random: set[type[Algorithm]] = set()  # algorithms that were warned of
@@ -151,6 +152,10 @@ def _run_round(algorithm: Algorithm, layers: Layers, device: torch.device | str)
                 raise broken(name, f"field '{key}' must stay {_kind(expected)}, found {_kind(value)}")
         return record
 
+    def check_vector(name: str, vector: Any, what: str) -> None:
+        if not isinstance(vector, Tensor) or vector.shape != x.shape:
+            raise broken(name, f"must return {what}, [..., p], found {_describe(vector)}")
+
     needs = algorithm.needs(1)
     if not isinstance(needs, Needs):
         raise broken("needs", f"must return a Needs, found {_describe(needs)}")
@@ -168,8 +173,7 @@ def _run_round(algorithm: Algorithm, layers: Layers, device: torch.device | str)
         second = {"second_grad": gradient} if has_second else {}
         if has_second:
             point = call("second_point", start, down, gradient, 0.1, layers)
-            if not isinstance(point, Tensor) or point.shape != x.shape:
-                raise broken("second_point", f"must return a point like local.y, [..., p], found {_describe(point)}")
+            check_vector("second_point", point, "a point like local.y")
         local = checked("step", call("step", start, down, gradient, 0.1, layers, **second), "y", like=start)
     ratios = call("trust_ratios", local)
     if ratios is not None and not (isinstance(ratios, Tensor) and ratios.shape[-1:] == sizes[1:2]):
@@ -177,7 +181,11 @@ def _run_round(algorithm: Algorithm, layers: Layers, device: torch.device | str)
     pair = call("finish", local, down, client, info)
     if not isinstance(pair, tuple) or hasattr(pair, "_fields") or len(pair) != 2:
         raise broken("finish", "must return two things: what is sent up, and the client's new state")
-    up = checked("finish", pair[0], "delta")
+    up = checked("finish", pair[0], "" if has_displacement(algorithm) else "delta")
+    if has_displacement(algorithm):
+        if getattr(up, "delta", up) is not None:
+            raise broken("finish", f"must leave 'delta' of the upload None beside displacement, found {_signature(up)}")
+        check_vector("displacement", call("displacement", up), "y_K - x")
     for attribute in ("state_changes", "non_negative", "references"):
         for field in getattr(algorithm, attribute):
             if field not in up._fields:
@@ -187,6 +195,7 @@ def _run_round(algorithm: Algorithm, layers: Layers, device: torch.device | str)
             raise broken("references", f"names '{field}', which is not a field of {_signature(down)}")
     checked("finish", pair[1], like=client)
     after = checked("update", call("update", server, up, server_info), "x", like=server)
+    check_vector("trained_model", call("trained_model", after), "a model like server.x")
     analysis = call("analysis", after, server)
     if not isinstance(analysis, Analysis) or any(
         vector is not None and getattr(vector, "shape", None) != x.shape for vector in analysis

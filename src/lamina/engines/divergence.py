@@ -68,7 +68,8 @@ def diverged_upload(layers: Layers, up: Any, plan: RoundPlan, c: int) -> Diverge
     for name, value in zip(up._fields, up, strict=True):
         if not all_finite(value):
             return diverged(layers, value, plan.number, plan.lr, client_id, f" (upload '{name}')")
-    return diverged(layers, up.delta, plan.number, plan.lr, client_id, fallback="loss or client state")
+    sent = next(value for value in up if value is not None)
+    return diverged(layers, sent, plan.number, plan.lr, client_id, fallback="loss or client state")
 
 
 def diverged(

@@ -91,7 +91,7 @@ def model_in_use(algorithm: Algorithm, objective: Objective, state: State, clien
     if record is None:  # it has not taken part yet
         record = first_record(algorithm, objective, state.server.x, state.private_start, state.buffers)
     record = type(record)(*(None if value is None else value.to(objective.device) for value in record))
-    x, buffers = personal_model(objective, state.server.x, state.buffers, record)
+    x, buffers = personal_model(objective, algorithm.trained_model(state.server), state.buffers, record)
     return algorithm.client_model(x, unpack(record).client), buffers
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, ServerInfo
+from lamina.algorithms.contract import Algorithm, ServerInfo, as_sent, with_displacement
 from lamina.channel.channel import OPEN, Channel
 from lamina.channel.privacy import Privacy
 from lamina.engines.divergence import diverged
@@ -104,7 +104,7 @@ class RoundSums:
         self, c: int, algorithm: Algorithm, up: Any, buffers: Buffers, *, loss: float, steps: float, by_examples: bool
     ) -> None:
         """Add the upload and the figures of the c-th active client, with its weight."""
-        weight = self.weights[c]
+        weight, up = self.weights[c], with_displacement(algorithm, up)
         gap = 0.0
         if self.up is not None:
             from_mean = torch.sub(up.delta, self.up.delta, alpha=1 / self.weight)
@@ -166,7 +166,7 @@ def step_server(
     if sums.privacy is not None:
         up = sums.privacy.private_mean(algorithm, up, plan.number, plan.share)
         info = info._replace(noise_variance=sums.privacy.noise_variance(algorithm, up, plan.number))
-    server = algorithm.update(state.server, up, info)
+    server = algorithm.update(state.server, as_sent(algorithm, up), info)
     moved = (server.x - state.server.x).double()
     gap = sums.up.delta.double() - moved
     measured = [torch.linalg.vector_norm(moved), torch.dot(gap, gap), torch.isfinite(server.x).all().double()]
@@ -203,7 +203,7 @@ def close_round(
             sums.channel.narrow(down, layers), algorithm.down_versions(plan.number), plan.cohort
         )
         + extra * len(plan.cohort),
-        bytes_up=(sums.channel.upload_bytes(algorithm, sums.up, layers) + extra) * len(plan.cohort),
+        bytes_up=(sums.channel.upload_bytes(algorithm, as_sent(algorithm, sums.up), layers) + extra) * len(plan.cohort),
         trust_ratios={} if sums.trust is None else dict(zip(names, sums.trust.tolist(), strict=True)),
         clip_bound=bound_of_round,
         down=down,

@@ -100,7 +100,8 @@ class Exchange:
         def read(client: int, content: RecordDict) -> NodeMetrics:
             return checks.read_evaluation(content, self.setup.limits, examples.get(client), self.setup.node_metrics)
 
-        contents = self._about_x(state, state.server.x, clients, record.round)
+        x = self.setup.algorithm.trained_model(state.server)
+        contents = self._about_x(state, x, clients, record.round)
         return self._collect(MessageType.EVALUATE, contents, record, read)
 
     def _collect(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import ClientInfo, trial_step
+from lamina.algorithms.contract import ClientInfo, trial_step, with_displacement
 from lamina.channel.channel import Link
 from lamina.flower import wire
 from lamina.flower.checks import Expected, NodeMetrics, Update, norm
@@ -63,7 +63,7 @@ class Judge:
                 name: [each.to(down.x.dtype) for each in several]
                 for name, several in wire.read_parts(tensors, parts).items()
             }
-            return channel.read(self.algorithm, as_sent, numbers, down, link(client))
+            return with_displacement(self.algorithm, channel.read(self.algorithm, as_sent, numbers, down, link(client)))
 
         return Expected(
             others | wire.part_tensors(parts),

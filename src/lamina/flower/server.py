@@ -313,7 +313,7 @@ class Server:
         """Return the new model's loss and metrics: on the server's test data, on the nodes, or both."""
         started = time.monotonic()
         metrics: dict[str, float] = {}
-        x = self.objective.whole(self.state.server.x, self.state.private_start)
+        x = self.objective.whole(self.algorithm.trained_model(self.state.server), self.state.private_start)
         metrics |= self.evaluation.run(self.objective, x, self.state.buffers)
         if self.setup.evaluate_on != "central":
             metrics |= self._evaluate_on_nodes(record)

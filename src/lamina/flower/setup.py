@@ -129,5 +129,5 @@ class Setup:
         check_model(objective)
         if is_user_defined(self.algorithm):
             rehearse(self.algorithm, objective.layers, objective.device)
-        self.protocol.channel.check(self.algorithm, objective.shared_layers)
+        self.protocol.check(self.algorithm, objective.shared_layers)
         return objective

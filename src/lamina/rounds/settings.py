@@ -8,6 +8,7 @@ setting: add a field here and its type to `TrainArguments`, use it, and describe
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -26,10 +27,13 @@ from lamina.channel.codecs import Codec
 from lamina.channel.privacy import Privacy, as_privacy
 from lamina.data.feed import Augment, OwnAugmentation
 from lamina.objective.fingerprint import value_digest
+from lamina.objective.layers import Layers
 from lamina.objective.losses import Loss, as_loss, instance_of_loss
-from lamina.rounds.aggregation import MEAN, Aggregation, as_aggregation, name_of
+from lamina.rounds.aggregation import MEAN, Aggregation, Mean, as_aggregation, name_of
 from lamina.rounds.clock import Clock, as_clock
 from lamina.rounds.schedules import CONSTANT, Schedule, as_schedule
+
+log = logging.getLogger(__name__)
 
 Sampling = Literal["exact", "bernoulli"]
 Weighting = Literal["clients", "examples"]
@@ -168,6 +172,25 @@ class TrainSettings:
         given["privacy"] = as_privacy(given.get("privacy"))
         given["clock"] = as_clock(given.get("clock"))
         return cls(**given)
+
+    def check(self, algorithm: Algorithm, layers: Layers) -> None:
+        """Refuse settings that break an algorithm, and warn of cohorts with which it does not find the right model."""
+        self.channel.check(algorithm, layers)
+        title = algorithm.card.title
+        if algorithm.exact_messages:
+            changed = {
+                "channel": self.channel != OPEN,
+                "privacy": self.privacy is not None,
+                "aggregation": not isinstance(self.aggregation, Mean),
+            }
+            for name in (name for name, is_changed in changed.items() if is_changed):
+                raise BadInput(f"{name}: {title} needs the mean of the uploads as they were computed: leave {name} out")
+        if algorithm.all_clients and (self.participation < 1 or self.chooser is not None):
+            log.warning(
+                "%s needs all clients in every round: with smaller cohorts it diverges, or converges to a model that "
+                "depends on who took part when: set participation = 1",
+                title,
+            )
 
     @classmethod
     def names(cls, without: Mapping[str, bool] | None = None) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lamina.algorithms.contract import Algorithm
+from lamina.algorithms.contract import Algorithm, has_displacement
 from lamina.base.atomic import write_file
 from lamina.base.errors import BadInput
 from lamina.base.text import plural
@@ -105,6 +105,11 @@ def check_privacy(algorithm: Algorithm, objective: Objective, plan: Plan, record
         raise BadInput(
             f"privacy: debias is for servers that square the mean (FedAdam, Mime), which {algorithm.card.title} does "
             "not: leave it out"
+        )
+    if has_displacement(algorithm):
+        raise BadInput(
+            f"privacy: a bound is for displacements y_K - x, which {algorithm.card.title} does not send: use another "
+            "algorithm, such as fedavg"
         )
     if protocol.by_examples:
         raise BadInput('privacy: weighting = "examples" lets a large client move the mean by more: weight by "clients"')

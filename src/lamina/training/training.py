@@ -160,7 +160,7 @@ class Training:
         check_model_fits(module, device)
         self.objective = Objective(module.to(device), protocol.loss, protocol.private)
         check_model(self.objective)
-        protocol.channel.check(algorithm, self.objective.shared_layers)
+        protocol.check(algorithm, self.objective.shared_layers)
         self.objective.refuse_rate(protocol.lr)  # one that is infinite in the model's type
         if is_user_defined(algorithm):
             rehearse(algorithm, self.objective.layers, device)
@@ -304,8 +304,7 @@ class Training:
     @property
     def model(self) -> nn.Module:
         """A copy of the trained module in evaluation mode; later rounds do not change it."""
-        x = self.objective.whole(self.state.server.x, self.state.private_start)
-        return copy_module(self.objective.module_at(x, self.state.buffers)).eval()
+        return copy_module(self.objective.module_at(self._trained_parameters(), self.state.buffers)).eval()
 
     @property
     def has_stopped(self) -> bool:
@@ -331,19 +330,19 @@ class Training:
         what they train on. A client that has a model of its own is evaluated with that.
         """
         state, names = self.state, self.reserved.names
-        x = self.objective.whole(state.server.x, state.private_start)
         model_of = self.client_parameters if self.has_client_models else None
         with arithmetic(self.precision, self.deterministic):
-            rows = self.evaluation.of_clients(self.objective, x, state.buffers, model_of)
+            rows = self.evaluation.of_clients(self.objective, self._trained_parameters(), state.buffers, model_of)
         return [{"client": names[client], **row} for client, row in rows.items()]
 
     def start_evaluation(self) -> Callable[[], dict[str, float]]:
         """Start the evaluation of the current model, and of the clients' own models if they have any."""
-        state = self.state
         model_of = self.client_parameters if self.has_client_models else None
-        return self.evaluation.start(
-            self.objective, self.objective.whole(state.server.x, state.private_start), state.buffers, model_of
-        )
+        return self.evaluation.start(self.objective, self._trained_parameters(), self.state.buffers, model_of)
+
+    def _trained_parameters(self) -> Tensor:
+        """Return the parameters of the trained model; private ones as they start."""
+        return self.objective.whole(self.algorithm.trained_model(self.state.server), self.state.private_start)
 
     @property
     def has_client_models(self) -> bool:

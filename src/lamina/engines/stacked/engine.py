@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
+from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo, with_displacement
 from lamina.base.errors import BadInput, Diverged
 from lamina.channel.channel import Link
 from lamina.data.dataset import Dataset
@@ -227,6 +227,7 @@ class Stacked:
                 bound = per_member(chunk, bounds, within)
                 within = privacy.within(sent, bound)
             sent = privacy.clip(sent, bound)
+        sent = with_displacement(algorithm, sent)
         return Trained(
             losses=losses / send(steps, self.objective.device),
             sent=sent,

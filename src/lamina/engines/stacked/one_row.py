@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import ClientInfo
+from lamina.algorithms.contract import ClientInfo, with_displacement
 from lamina.base.errors import Diverged
 from lamina.data.dataset import Dataset
 from lamina.engines.loop import Loop
@@ -46,7 +46,8 @@ def empty_upload(objective: Objective, member: Member, down: Any, record_trust_r
     up, client = algorithm.finish(local, down, kept.client, info)
     sent, _ = client_result(algorithm, objective, kept, (local, up, client), objective.buffers, info)
     ratios = algorithm.trust_ratios(local) if record_trust_ratios else None
-    return map_record(torch.zeros_like, sent), x.new_zeros(0) if ratios is None else torch.zeros_like(ratios)
+    zero_up = map_record(torch.zeros_like, with_displacement(algorithm, sent))
+    return zero_up, x.new_zeros(0) if ratios is None else torch.zeros_like(ratios)
 
 
 def explain(

@@ -31,6 +31,7 @@ from typing import Any, BinaryIO, Protocol
 from torch import Tensor
 
 import lamina
+from lamina.algorithms.contract import Algorithm
 from lamina.base.atomic import PARTIAL, sync_folder, write_file
 from lamina.base.errors import BadInput, Diverged, is_whole
 from lamina.base.text import plural
@@ -71,6 +72,7 @@ class Trainer(Protocol):
     """Anything with a model to save: a simulation, or the server of a federation."""
 
     state: State
+    algorithm: Algorithm
     objective: Objective
     history: History
 
@@ -309,7 +311,8 @@ class RunFolder:
                 self.model is not None and not (self.path / "model.json").exists()
             ):  # a run that an earlier version began
                 write_json(self.path / "model.json", self.model)
-            save_model(self.path / "model.safetensors", simulation, state.round, state.server.x, state.buffers)
+            x = simulation.algorithm.trained_model(state.server)
+            save_model(self.path / "model.safetensors", simulation, state.round, x, state.buffers)
         self._say(f"{self.path}: complete after round {state.round}")
 
     def diverge(self, error: Diverged) -> None:
@@ -376,7 +379,8 @@ class BestModel:
         value = self._rank(row)
         if value > self.score:
             self.score = value
-            self._unsaved = int(row["round"]), trained.state.server.x, trained.state.buffers
+            x = trained.algorithm.trained_model(trained.state.server)
+            self._unsaved = int(row["round"]), x, trained.state.buffers
 
     def _rank(self, row: Row) -> float:
         """Return how good an evaluated model is; larger is better, and one that was not evaluated is the worst."""
