@@ -41,7 +41,7 @@ def fednova(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[
 
 def fedexp(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
     """Jhunjhunwala et al.: the server's rate is half the ratio of mean ||delta||^2 and ||D||^2, at least 1 (C27)."""
-    x = x0.copy()
+    x, eps = x0.copy(), o.eps
     for rnd in rounds:
         mean, deltas = averager(rnd, o.by_examples), []
         for c in range(len(rnd.cohort)):
@@ -49,10 +49,10 @@ def fedexp(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[R
             for batch in batches(rnd, c):
                 y = y - rnd.lr * (gradient(y, batch) + o.decay * y)
             deltas.append(y - x)
-        D = mean(deltas)
-        server_lr = max(1.0, mean([(delta**2).sum() for delta in deltas]) / (2 * ((D**2).sum() + o.eps)))
-        x_before, x = x, x + server_lr * D
-        yield Record({"x": x, "x_before": x_before}, deltas=deltas)
+        D, eps = mean(deltas), eps * o.eps_decay  # also in round 1, as in the authors' code
+        server_lr = max(1.0, mean([(delta**2).sum() for delta in deltas]) / (2 * ((D**2).sum() + eps)))
+        previous, x = x, x + server_lr * D
+        yield Record({"x": x, "previous": previous}, deltas=deltas)
 
 
 # --- Muon clients -------------------------------------------------------------------------------------------------
@@ -202,23 +202,23 @@ def fedsps(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[R
 
 def scaffnew(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
     """Mishchenko et al., Alg. 2: h_i moves when the client sees where the average of its last round went."""
-    x, h, ends = x0.copy(), {}, {}
+    x, p, h, ends, rates = x0.copy(), o.p, {}, {}, {}
     for rnd in rounds:
         mean, deltas = averager(rnd, o.by_examples), []
         for c, i in enumerate(rnd.cohort):
             h_i = h.get(i, np.zeros_like(x))
             if i in ends:
-                y_last, p_over_lr = ends[i]
-                h_i = h_i + p_over_lr * (x - y_last)
+                h_i = h_i + p / rates[i] * (x - ends[i])
             y = x.copy()
             for batch in batches(rnd, c):
-                y = y - rnd.lr * (gradient(y, batch) + o.decay * y - h_i)
-            p = o.p if o.p > 0 else 1 / rnd.steps[c]  # C62
-            h[i], ends[i] = h_i, (y, p / rnd.lr)
+                y = y - rnd.lr * (gradient(y, batch) + o.decay * y - h_i)  # C67
+            h[i], ends[i], rates[i] = h_i, y, rnd.lr
             deltas.append(y - x)
         x = x + mean(deltas)  # C65
-        clients = {i: {"h": h[i], "y": ends[i][0], "p_over_lr": np.array([ends[i][1]])} for i in h}
-        yield Record({"x": x}, clients, deltas)
+        p = o.p if o.p > 0 else 1 / mean(list(rnd.steps))  # C62: of all clients, in the next broadcast
+        yield Record(
+            {"x": x}, {i: {"h": h[i], "y": ends[i], "inverse_lr": np.array([1 / rates[i]])} for i in h}, deltas
+        )
 
 
 # --- a reading of another method ----------------------------------------------------------------------------------

@@ -13,13 +13,15 @@ import numpy as np
 import torch
 
 import lamina
+import more_transcriptions
 import newer_transcriptions
 import transcriptions as T  # noqa: N812
 from lamina import algorithms
 from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.algorithms.declaration import options
 
-TRANSCRIPTIONS = T.ALL | newer_transcriptions.ALL
+TRANSCRIPTIONS = T.ALL | newer_transcriptions.ALL | more_transcriptions.ALL
+TRANSCRIPTIONS = {n: f for n, f in TRANSCRIPTIONS.items() if n in algorithms.registry()}  # TEMPORARY
 NAMES = tuple(TRANSCRIPTIONS)
 SIZES = (7, 12, 3, 9, 5)
 CLIENTS = np.split(np.arange(sum(SIZES)), np.cumsum(SIZES)[:-1])
