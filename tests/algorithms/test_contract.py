@@ -14,7 +14,7 @@ from lamina.algorithms.declaration import options, registry
 from lamina.algorithms.rehearsal import rehearse
 from lamina.rounds.ledger import payload_bytes, wire_cost
 
-LAYERS = Layers({"a.weight": (3, 2), "a.bias": (3,), "b.weight": (2, 2)})
+LAYERS = Layers({"a.weight": (3, 2), "a.bias": (3,), "b.weight": (2, 2), "c.weight": (2, 2)})
 P = LAYERS.size
 
 
@@ -134,6 +134,7 @@ def test_leading_axes_do_not_mix(algorithm, per_row):
 
 GRID = {  # three values of every numeric option
     "alpha": (0.1, 0.5, 1.0),
+    "beta": (0.95, 0.5, 0.0),
     "beta1": (0.9, 0.5, 0.0),
     "beta2": (0.99, 0.7, 0.999),
     "v_init": (1e-6, 1e-4, 1e-2),
@@ -150,6 +151,7 @@ GRID = {  # three values of every numeric option
     "momentum": (0.9, 0.5, 0.2),
     "eps_decay": (1.0, 0.9, 0.5),
     "p": (0.1, 0.5, 1.0),
+    "muon_scale": (0.5, 1.0, 10.0),
     "clip_direction": (0.5, 2.0, float("inf")),
     "phi_min": (0.0, 0.01, 1.0),
     "phi_max": (2.0, 1.5, float("inf")),
@@ -161,14 +163,15 @@ def test_numeric_options_may_be_one_per_leading_index(algorithm):
     """Options as [3, 1] tensors, all of them or every second one, are three experiments side by side."""
     hints = get_type_hints(type(algorithm))
     numeric = [name for name in options(type(algorithm)) if hints[name] == Number]
+    values = GRID | ({"alpha": (0.1, 0.5, 0.9)} if algorithm.card.name == "fedmuon" else {})  # it refuses 1
     x = gradients_for((P,))(0, 0)
     for chosen in (numeric, numeric[::2], numeric[1::2]):
         if algorithm.card.name == "fednova" and chosen is numeric:
             chosen = [name for name in numeric if name != "mu"]  # with momentum it is refused
-        grid = {name: torch.tensor(GRID[name], dtype=torch.float64)[:, None] for name in chosen}
+        grid = {name: torch.tensor(values[name], dtype=torch.float64)[:, None] for name in chosen}
         _, together = play(dataclasses.replace(algorithm, **grid), x.expand(3, P), gradients_for((P,)), rounds=2)
         for i in range(3):
-            single = dataclasses.replace(algorithm, **{name: GRID[name][i] for name in chosen})
+            single = dataclasses.replace(algorithm, **{name: values[name][i] for name in chosen})
             assert_row(together, play(single, x, gradients_for((P,)), rounds=2)[1], i)
 
 

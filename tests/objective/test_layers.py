@@ -62,3 +62,54 @@ def test_frozen_parameters_and_tied_weights():
 def test_no_trainable_parameter_is_said():
     with pytest.raises(BadInput, match="no trainable parameter"):
         Layers.of(nn.ReLU())
+
+
+SHAPES = {
+    "in": (4, 3),
+    "bias": (4,),
+    "conv": (2, 3, 2, 2),
+    "tokens": (2, 3, 5),
+    "other": (4, 3),
+    "cube": (2, 1, 2, 2, 3),
+}
+
+
+def test_functions_of_matrices_get_all_tensors_with_two_axes_or_more():
+    layers, seen = Layers(SHAPES), {}
+
+    def note(matrices, shape):
+        seen[shape] = tuple(matrices.shape)
+        return 2 * matrices
+
+    u = torch.randn(5, 2, layers.size)  # clients and experiments
+    doubled = layers.unflatten(layers.map_matrices(note, u))
+    assert seen == {(4, 3): (20, 4, 3), (2, 3, 2, 2): (10, 2, 12), (2, 3, 5): (20, 3, 5), (2, 1, 2, 2, 3): (10, 2, 12)}
+    for name, values in layers.unflatten(u).items():
+        torch.testing.assert_close(doubled[name], values if name == "bias" else 2 * values)
+
+
+def test_every_matrix_comes_back_to_its_place():
+    layers = Layers(SHAPES)
+    u = torch.randn(3, layers.size)
+    assert torch.equal(layers.map_matrices(lambda matrices, shape: matrices, u), u)
+    rows = layers.unflatten(layers.map_matrices(lambda matrices, shape: matrices.cumsum(1), u))
+    for name, values in layers.unflatten(u).items():
+        whole = values if name == "tokens" else values.reshape(3, values.shape[1], -1)
+        expected = values if name == "bias" else whole.cumsum(-2).reshape(values.shape)
+        torch.testing.assert_close(rows[name], expected)
+
+
+def test_a_choice_by_tensor():
+    layers = Layers(SHAPES)
+    chosen = layers.unflatten(layers.where_matrix(torch.ones(3, layers.size), torch.zeros(3, layers.size)))
+    assert {name for name, values in chosen.items() if values.all()} == set(SHAPES) - {"bias"}
+    hidden = layers.unflatten(layers.where_matrix(torch.ones(layers.size), torch.zeros(layers.size), "hidden"))
+    assert {name for name, values in hidden.items() if values.all()} == {"conv", "tokens", "other"}
+
+
+def test_parts_know_which_matrices_are_the_first_and_the_last():
+    layers = Layers(SHAPES)
+    assert layers.matrices("hidden") == ("conv", "tokens", "other")
+    assert sum((part.matrices("hidden") for part in layers.parts()), ()) == ("conv", "tokens", "other")
+    for part, name in zip(layers.parts(), SHAPES, strict=True):
+        assert part.matrices() == (() if name == "bias" else (name,))

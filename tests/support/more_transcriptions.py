@@ -94,7 +94,7 @@ def _muon_step(
             M[part] = o.beta * M[part] + (1 - o.beta) * g[part]
             U = (1 - o.beta) * g[part] + o.beta * M[part] if o.nesterov else M[part]  # C8
             orthogonal = muon_direction(U.reshape(shape)).ravel()
-            direction[part] = o.scale * (orthogonal + o.decay * y[part])  # C11
+            direction[part] = o.muon_scale * (orthogonal + o.decay * y[part])  # C11
         else:
             m[part] = o.beta1 * m[part] + (1 - o.beta1) * g[part]
             v[part] = o.beta2 * v[part] + (1 - o.beta2) * g[part] ** 2

@@ -20,7 +20,7 @@ SECOND_MOMENT = {"fedadam": "v", "fedadam_star": "v", "localadam": "v", "fedlada
 SECOND_MOMENT |= dict.fromkeys(("fedyogi", "fedadagrad"), "v")
 SECOND_MOMENT |= dict.fromkeys(("fedams", "fedlamb", "mime", "mimelamb", "fedams_server"), "v_hat")
 AMENDMENT = {"fedlada": "g_a", "fedlada_lamb": "g_a", "fedcm": "momentum", "fedadam_star": "momentum", "scaffold": "c"}
-AMENDMENT |= {"mofedsam": "momentum", "fedlion": "m", "fedadamw": "g_a"}
+AMENDMENT |= {"mofedsam": "momentum", "fedlion": "m", "fedadamw": "g_a", "fedmuon": "g_a"}
 EXTRAPOLATED = ("fedlada", "fedlada_lamb", "fedcm", "mofedsam")
 
 

@@ -24,12 +24,14 @@ from lamina.algorithms.fedlada_lamb import FedLadaLamb
 from lamina.algorithms.fedlamb import FedLamb
 from lamina.algorithms.fedlars import FedLars
 from lamina.algorithms.fedlion import FedLion
+from lamina.algorithms.fedmuon import FedMuon
 from lamina.algorithms.fednova import FedNova
 from lamina.algorithms.fedprox import FedProx
 from lamina.algorithms.fedsam import FedSam
 from lamina.algorithms.fedyogi import FedYogi
 from lamina.algorithms.localadam import LocalAdam
 from lamina.algorithms.localadamw import LocalAdamW
+from lamina.algorithms.localmuon import LocalMuon
 from lamina.algorithms.mime import Mime
 from lamina.algorithms.mimelamb import MimeLamb
 from lamina.algorithms.mofedsam import MoFedSam
@@ -59,12 +61,14 @@ __all__ = [
     "FedLamb",
     "FedLars",
     "FedLion",
+    "FedMuon",
     "FedNova",
     "FedProx",
     "FedSam",
     "FedYogi",
     "LocalAdam",
     "LocalAdamW",
+    "LocalMuon",
     "Mime",
     "MimeLamb",
     "MoFedSam",

@@ -150,6 +150,9 @@ class Algorithm(ABC):
     def check(self) -> None:  # noqa: B027
         """Refuse options that contradict each other. It is called when an algorithm is created."""
 
+    def check_model(self, layers: Layers) -> None:  # noqa: B027
+        """Refuse a model that the method cannot train. It is called when a run is set up."""
+
     # --- facts for the engines ---
 
     def needs(self, round: int) -> Needs:

@@ -34,7 +34,8 @@ from lamina.algorithms.contract import (
 from lamina.base.errors import BadInput, LaminaError, where_it_failed
 from lamina.objective.layers import Layers
 
-TINY = Layers({"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3)})  # its numbers of elements and layers differ
+# its numbers of elements and layers differ; its matrices are a first, a hidden and a last one
+TINY = Layers({"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3), "c.weight": (2, 2)})
 
 
 # the functions that engines call with one client's vectors [p], or with rows of several clients [rows, p]

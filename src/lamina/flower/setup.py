@@ -127,6 +127,7 @@ class Setup:
             self.make_model().to(choose_device(self.device)), self.protocol.loss, self.protocol.private
         )
         check_model(objective)
+        self.algorithm.check_model(objective.layers)
         if is_user_defined(self.algorithm):
             rehearse(self.algorithm, objective.layers, objective.device)
         self.protocol.check(self.algorithm, objective.shared_layers)

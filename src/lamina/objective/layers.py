@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -13,6 +13,8 @@ from lamina.base.errors import BadInput
 from lamina.base.finite import all_finite
 
 Grouping = Literal["tensor", "module", "model"]
+MatrixChoice = Literal["matrices", "hidden"]  # all tensors with two axes or more, or all but the model's first and last
+MatrixFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
 
 
 class Layers:
@@ -49,6 +51,8 @@ class Layers:
         self._sizes = {"tensor": self.sizes, "module": list(modules.values()), "model": [self.size]}
         self._names = {"tensor": self.names, "module": tuple(modules), "model": ("model",)}
         self._repeats: dict[tuple[str, torch.device], Tensor] = {}
+        matrices = [name for name, shape in self.shapes.items() if len(shape) > 1]
+        self._ends = {*matrices[:1], *matrices[-1:]}  # the first and last of the model, also in one of its parts
 
     @classmethod
     def of(cls, module: nn.Module) -> Layers:
@@ -75,7 +79,10 @@ class Layers:
 
     def parts(self) -> list[Layers]:
         """Return one layout per tensor: what a method does layer by layer can be done part by part."""
-        return [type(self)({name: shape}) for name, shape in self.shapes.items()]
+        parts = [type(self)({name: shape}) for name, shape in self.shapes.items()]
+        for part in parts:
+            part._ends = self._ends
+        return parts
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
         """Return views of [..., p] under the parameters' names and shapes; no copy."""
@@ -107,6 +114,45 @@ class Layers:
         if key not in self._repeats:
             self._repeats[key] = torch.tensor(self._sizes[by], device=per_layer.device)
         return per_layer.repeat_interleave(self._repeats[key], dim=-1, output_size=self.size)
+
+    def matrices(self, of: MatrixChoice = "matrices") -> tuple[str, ...]:
+        """Return the names of the tensors that are matrices: those with two axes or more, or all but the ends."""
+        ends = self._ends if of == "hidden" else ()
+        return tuple(name for name, shape in self.shapes.items() if len(shape) > 1 and name not in ends)
+
+    def map_matrices(self, function: MatrixFunction, u: Tensor, of: MatrixChoice = "matrices") -> Tensor:
+        """Return the vector with a function applied to all its matrices; the other tensors stay as they are.
+
+        A convolution kernel is the matrix [out, in * kh * kw], and a tensor with three axes is a batch of matrices. The
+        columns of a kernel may stand in another order, which must not matter to the function.
+
+        Args:
+            function: gets matrices [n, rows, cols], of all tensors with the same shape, and that shape; it returns
+                matrices of the same size, each of which depends on one of its own alone.
+            u: vectors [..., p].
+            of: which tensors are matrices.
+
+        >>> layers = Layers({"fc.weight": (2, 2), "fc.bias": (2,)})
+        >>> layers.map_matrices(lambda matrices, shape: matrices.mT, torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
+        tensor([1., 3., 2., 4., 5., 6.])
+        """
+        pieces = dict(zip(self.names, torch.split(u, self.sizes, dim=-1), strict=True))
+        by_shape: dict[tuple[int, ...], list[str]] = {}
+        for name in self.matrices(of):
+            by_shape.setdefault(self.shapes[name], []).append(name)
+        for shape, names in by_shape.items():
+            alike = torch.stack([pieces[name] for name in names]) if len(names) > 1 else pieces[names[0]].unsqueeze(0)
+            size = shape[1:] if len(shape) == 3 else (shape[0], math.prod(shape[1:]))
+            mapped = function(alike.reshape(-1, *size), shape).reshape(alike.shape)
+            pieces |= dict(zip(names, mapped.unbind(0), strict=True))
+        return torch.cat(list(pieces.values()), dim=-1) if len(pieces) > 1 else next(iter(pieces.values()))
+
+    def where_matrix(self, one: Tensor, other: Tensor, of: MatrixChoice = "matrices") -> Tensor:
+        """Return the elements of `one` in all matrices, and those of `other` in the other tensors: [..., p]."""
+        names = self.matrices(of)
+        pairs = zip(torch.split(one, self.sizes, dim=-1), torch.split(other, self.sizes, dim=-1), strict=True)
+        pieces = [a if name in names else b for name, (a, b) in zip(self.names, pairs, strict=True)]
+        return torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]
 
     def first_nonfinite(self, u: Tensor) -> str | None:
         """Return the name of the first tensor that holds a NaN or an infinity, or None."""

@@ -162,6 +162,7 @@ class Training:
         check_model(self.objective)
         protocol.check(algorithm, self.objective.shared_layers)
         self.objective.refuse_rate(protocol.lr)  # one that is infinite in the model's type
+        algorithm.check_model(self.objective.layers)
         if is_user_defined(algorithm):
             rehearse(algorithm, self.objective.layers, device)
         if self.objective.frozen:

@@ -1,4 +1,4 @@
-"""The local step of an algorithm as one GPU kernel, plus one per norm it depends on.
+"""The local step of an algorithm as one GPU kernel, plus one per norm or function of matrices that it depends on.
 
 A step is about twenty operations on vectors as long as the model. Run one by one they would read and write every vector
 many times. So the operations that `trace` recorded are written down as Triton code that reads each vector once.
@@ -26,7 +26,7 @@ from torch import Tensor
 from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.declaration import options
 from lamina.engines.stacked.gpu.launch import launch
-from lamina.engines.stacked.gpu.trace import CannotFuse, Value, kind_of, trace_step
+from lamina.engines.stacked.gpu.trace import MATRIX_MASKS, CannotFuse, Value, kind_of, trace_step
 from lamina.objective.layers import Layers
 
 BLOCK = 1024  # elements that a program works on
@@ -42,6 +42,7 @@ class Pass:
     function: Any
     inputs: list[str]  # without the gradient, which it finds by the table of addresses
     norms: list[str]  # whose squares it adds up, block by block
+    mapped: list[str]  # functions of matrices, whose operands it writes down
     is_last: bool  # whether it writes the new state
 
 
@@ -92,7 +93,7 @@ INDEX = {"element": "i", "tensor": "tensor", "module": "module", "row": "0"}
 def write_pass(
     values: Mapping[str, Value], outputs: Mapping[str, str], number: int, *, rounded: bool, aligned: bool
 ) -> Pass:
-    """Write one kernel: it computes what the norms of this number are of or, the last one, the new state.
+    """Write one kernel: it computes what norms and functions of matrices are of or, the last one, the new state.
 
     Args:
         values: everything that was recorded.
@@ -102,10 +103,11 @@ def write_pass(
         aligned: whether vectors start, and rows are apart, by multiples of the alignment.
     """
     last = max([values[name].number_of_pass for name in outputs.values()], default=0)
-    norms, targets = [], list(outputs.values())
+    norms, mapped, targets = [], [], list(outputs.values())
     if number < last:
         norms = [v.name for v in values.values() if v.norm_of and values[v.norm_of].number_of_pass == number]
-        targets = [values[name].norm_of for name in norms]
+        mapped = [v.name for v in values.values() if v.matrices_of and values[v.matrices_of].number_of_pass == number]
+        targets = [values[name].norm_of for name in norms] + [values[name].matrices_of for name in mapped]
     needed: set[str] = set()
     waiting = list(targets)
     while waiting:
@@ -134,6 +136,9 @@ def write_pass(
             arguments += f"q_{name}, "
             square = f"tl.sum(tl.where(mask, {operand} * {operand}, 0.0))"
             body.append(f"    tl.store(q_{name} + row * (tl.num_programs(1) * tl.num_programs(2)) + block, {square})")
+        for name in mapped:
+            arguments += f"u_{name}, r_{name}, "
+            body.append(f"    tl.store(u_{name} + row * r_{name} + i, {values[name].matrices_of}, mask=wide)")
     else:
         for field, name in outputs.items():
             arguments += f"o_{field}, t_{field}, "
@@ -150,7 +155,7 @@ def write_pass(
         start = f"tl.multiple_of({start}, {ALIGNMENT})"
         wide = f"i < (end + {ALIGNMENT - 1}) // {ALIGNMENT} * {ALIGNMENT}"
     source = HEAD.format(arguments=arguments, start=start, wide=wide) + "\n".join(body) + "\n"
-    return Pass(_compiled(source), inputs, norms, is_last=number == last)
+    return Pass(_compiled(source), inputs, norms, mapped, is_last=number == last)
 
 
 @functools.cache
@@ -195,7 +200,7 @@ class LocalStep:
             layers: the layout of the vectors.
             rounded: where to write the new parameters in bfloat16 as well [rows, p].
         """
-        self._rounded, self._rows = rounded, len(local.y)
+        self._rounded, self._rows, self._layers = rounded, len(local.y), layers
         by = algorithm.grouping
         sizes = {1: "row", len(layers.group_sizes(by)): kind_of(by), layers.size: "element"}
         if len(sizes) < (2 if by == "model" else 3):
@@ -208,6 +213,14 @@ class LocalStep:
         buffers |= {f"number_{name}": value for name, value in numbers.items() if isinstance(value, Tensor)}
         kinds = {name: sizes[value.shape[-1]] for name, value in buffers.items()}
         values, outputs = trace_step(algorithm, local, down, clip is not None, kinds, layers)
+        for of, mask in MATRIX_MASKS.items():
+            if mask in values:
+                chosen = torch.tensor([name in layers.matrices(of) for name in layers.names], device=lr.device)
+                buffers[mask] = chosen.to(lr.dtype).expand(self._rows, -1)
+        self._operands = {
+            value.name: self._new_vectors(layers.size, lr.device) for value in values.values() if value.matrices_of
+        }
+        buffers |= {name: self._new_vectors(layers.size, lr.device) for name in self._operands}
         self._outputs = {field: buffers[f"local_{field}"] for field in outputs}
         self._blocks, self._groups, aligned = _block_table(layers, lr.device)
         strides = [value.stride(0) for name, value in buffers.items() if values[name].kind == "element"]
@@ -230,6 +243,11 @@ class LocalStep:
                 self._norms[value.name] = torch.zeros(self._rows, groups, device=lr.device)
         self._partial = {name: torch.zeros(self._rows, len(self._blocks), device=lr.device) for name in self._norms}
 
+    def _new_vectors(self, size: int, device: torch.device) -> Tensor:
+        """Return a buffer for one vector per row, each at an aligned address and with room after its end."""
+        pitch = -(-size // ALIGNMENT) * ALIGNMENT
+        return torch.zeros(self._rows, pitch, device=device)[:, :size]
+
     def addresses(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return a line of `ADDRESS_COLUMNS` per gradient; the stride is between rows, the bytes are of an element."""
         rows = [[g.data_ptr(), g.stride(0), g.element_size(), g.stride(0) % ALIGNMENT == 0] for g in gradients]
@@ -251,6 +269,8 @@ class LocalStep:
                 buffer = self._norms[name] if name in self._norms else self._buffers[name]
                 arguments += [buffer, buffer.stride(0)]
             arguments += [self._partial[name] for name in step.norms]
+            for name in step.mapped:
+                arguments += [self._operands[name], self._operands[name].stride(0)]
             if step.is_last:
                 for field, buffer in self._outputs.items():
                     target = self._scratch.get(field, buffer)
@@ -264,6 +284,10 @@ class LocalStep:
                     _add_squares, (len(groups), rows), self._partial[name], self._norms[name], groups,
                     len(self._blocks), SUMMED_BLOCKS, num_warps=4,
                 )  # fmt: skip
+            for name in step.mapped:
+                function = self._values[name].function
+                assert function is not None
+                self._buffers[name][:rows].copy_(function(self._layers, self._operands[name][:rows]))
         for field, scratch in self._scratch.items():  # not in place: other blocks may still read the old number
             buffer = self._outputs[field]
             buffer[:rows].copy_(torch.where(active[:rows].unsqueeze(1) > 0, scratch[:rows], buffer[:rows]))

@@ -10,18 +10,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.algorithms.rehearsal import TINY, is_user_defined
 from lamina.base.dispatch import WatchingMode
-from lamina.objective.layers import Grouping, Layers
+from lamina.objective.layers import Grouping, Layers, MatrixChoice, MatrixFunction
 
 TRACED_ROWS = 5
 
@@ -56,6 +57,8 @@ EXPRESSIONS: dict[str, str | None] = {
 for _name, _sign in {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}.items():
     EXPRESSIONS[f"{_name}.Tensor"] = EXPRESSIONS[f"{_name}.Scalar"] = f"({{0}} {_sign} {{1}})"
 
+MATRIX_MASKS: dict[MatrixChoice, str] = {"matrices": "is_matrix", "hidden": "is_hidden"}  # inputs: 1 for a matrix
+
 Kind = str  # "element", "tensor" or "module" (one number per layer), "row", or "number"
 
 
@@ -65,7 +68,7 @@ class CannotFuse(Exception):
 
 @dataclass(frozen=True)
 class Value:
-    """A recorded value: an input (no `code`), an expression of earlier values, or the norm of one."""
+    """A recorded value: an input (no `code`), an expression of earlier values, the norm of one, or one's matrices."""
 
     name: str
     kind: Kind
@@ -73,7 +76,9 @@ class Value:
     uses: tuple[str, ...] = ()
     norm_of: str = ""  # the value whose norm this is, over `over`
     over: str = ""  # "tensor", "module" or "row"
-    number_of_pass: int = 0  # the first kernel that can compute it: the norms it needs are known by then
+    matrices_of: str = ""  # the value to whose matrices `function` was applied, by operations of torch
+    function: Callable[[Layers, Tensor], Tensor] | None = dataclasses.field(default=None, compare=False)
+    number_of_pass: int = 0  # the first kernel that can compute it: norms and matrices it needs are known by then
 
 
 class Trace(WatchingMode):
@@ -86,6 +91,7 @@ class Trace(WatchingMode):
         self.values: dict[str, Value] = {}
         self._names: dict[int, str] = {}
         self._alive: list[Tensor] = []  # so that no id is used twice
+        self._only: Tensor | None = None  # the only value that may be read now, by operations that are not recorded
 
     def add_input(self, name: str, tensor: Tensor) -> None:
         """Name a tensor that the step starts from."""
@@ -100,6 +106,10 @@ class Trace(WatchingMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         operation = func.__name__
+        if self._only is not None:
+            if any(id(leaf) in self._names and leaf is not self._only for leaf in tree_leaves((args, kwargs))):
+                raise CannotFuse("another value than the matrices in a function of matrices")
+            return result
         if operation == "linalg_vector_norm.default":
             order, axes = (args[1] if len(args) > 1 else 2), (args[2] if len(args) > 2 else None)
             if order != 2 or axes not in ([-1], [1]):
@@ -126,6 +136,30 @@ class Trace(WatchingMode):
         value = self.values[self.name_of(source)]
         name = self._new_name()
         self._add(Value(name, self._kind(copy), value.name, (value.name,), number_of_pass=value.number_of_pass), copy)
+
+    def apply_to_matrices(self, function: Callable[[Tensor], Tensor], vector: Tensor) -> Tensor:
+        """Return a function of a vector, which reads no other value of the step."""
+        self._only = vector
+        try:
+            return function(vector)
+        finally:
+            self._only = None
+
+    def add_mapped(self, vector: Tensor, mapped: Tensor, function: Callable[[Layers, Tensor], Tensor]) -> None:
+        """Record a function of a vector's matrices that a later kernel can read the result of."""
+        operand = self.values[self.name_of(vector)]
+        name, number = self._new_name(), operand.number_of_pass + 1
+        value = Value(name, "element", matrices_of=operand.name, function=function, number_of_pass=number)
+        self._add(value, mapped)
+
+    def add_choice(self, of: MatrixChoice, one: Tensor, other: Tensor, chosen: Tensor) -> None:
+        """Record the choice of one value in matrices, and of another elsewhere."""
+        mask = MATRIX_MASKS[of]
+        self.values.setdefault(mask, Value(mask, "tensor"))
+        names = self.name_of(one), self.name_of(other)
+        number = max(self.values[name].number_of_pass for name in names)
+        code = "tl.where({} != 0, {}, {})".format(mask, *names)
+        self._add(Value(self._new_name(), "element", code, (mask, *names), number_of_pass=number), chosen)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -222,6 +256,21 @@ class TracedLayers(Layers):
             elements = super().spread(per_layer, by)
         self._trace.add_copy(per_layer, elements)
         return elements
+
+    def map_matrices(self, function: MatrixFunction, u: Tensor, of: MatrixChoice = "matrices") -> Tensor:
+        """Record that a function is applied to all matrices, between two kernels."""
+        mapped = self._trace.apply_to_matrices(
+            lambda vector: super(TracedLayers, self).map_matrices(function, vector, of), u
+        )
+        self._trace.add_mapped(u, mapped, lambda layers, vector: layers.map_matrices(function, vector, of))
+        return mapped
+
+    def where_matrix(self, one: Tensor, other: Tensor, of: MatrixChoice = "matrices") -> Tensor:
+        """Record a choice between two values by the tensor."""
+        with self._trace.paused():
+            chosen = super().where_matrix(one, other, of)
+        self._trace.add_choice(of, one, other, chosen)
+        return chosen
 
 
 def _constant(operation: str, args: Sequence[Any], result: Any) -> float:

@@ -1,0 +1,109 @@
+"""Local Muon: clients run Muon on matrices, and AdamW on all other tensors, from zero moments in every round.
+
+The baseline of FedMuon's paper (Liu et al. 2025), read with the authors' code; Muon is that of Jordan et al. 2024. The
+text of the paper was not at hand. "C8" is an entry in the list of choices: docs/reference/algorithms.md. fedmuon.py
+builds on this file.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lamina.algorithms.contract import Number
+from lamina.algorithms.declaration import algorithm, option
+from lamina.algorithms.localadamw import Local, LocalAdamW
+from lamina.algorithms.primitives import add_decay, descend, ema, is_exactly
+from lamina.base.errors import BadInput
+from lamina.objective.layers import Layers, MatrixChoice
+
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # a, b, c of the Newton-Schulz iteration
+ITERATIONS = 5
+LEAST_NORM = 1e-7  # added to the norm, so that a matrix of zeros stays one
+
+
+def newton_schulz(u: Tensor) -> Tensor:
+    """Return matrices [n, rows, cols] with the singular vectors of u, and singular values near 1 (0.7 to 1.2).
+
+    A singular value far below the others remains small.
+    """
+    a, b, c = COEFFICIENTS
+    x: Tensor = u / (torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=True) + LEAST_NORM)
+    is_tall = u.shape[-2] > u.shape[-1]
+    x = x.mT if is_tall else x
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT  # of the short side
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+@algorithm(
+    "localmuon",
+    title="Local Muon",
+    reference="Liu et al. 2025",
+    link="https://arxiv.org/abs/2510.27403",
+    lr=0.03,
+    presets={
+        "authors": {"arithmetic": "bfloat16"},  # their code, with the constants for ResNet-18 (C12)
+        "deit_tiny": {"muon_scale": 10.0},  # their constant for DeiT-Tiny, beside a rate of 3e-4
+    },
+)
+class LocalMuon(LocalAdamW):
+    """Local AdamW with the matrices' steps replaced by orthogonal ones."""
+
+    beta: Number = option(0.95, "beta, decay rate of the matrices' momentum", low=0.0, high=1.0)
+    muon_scale: Number = option(
+        0.5, "c, the matrices' rate relative to that of the other tensors", low=0.0, open_low=True
+    )
+    beta2: Number = option(0.95, "beta_2, decay rate of the second moment", low=0.0, high=1.0)
+    eps: Number = option(1e-10, "epsilon, added to the root of v", low=0.0)
+    nesterov: bool = option(True, "orthogonalise (1 - beta) g + beta M, or the momentum M alone (C8)")
+    conv_scale: Literal["one", "flattened"] = option(
+        "one", "factor of a kernel's step: 1, or that of its matrix, sqrt(max(1, rows/cols)) (C9)"
+    )
+    muon_on: MatrixChoice = option("matrices", "all matrices, or all but the model's first and last (C10)")
+    arithmetic: Literal["model", "bfloat16"] = option("model", "precision of the Newton-Schulz iteration (C12)")
+
+    def check(self) -> None:
+        """Refuse decay rates with which nothing is learned."""
+        super().check()
+        if is_exactly(self.beta, 1):
+            raise BadInput("beta = 1 never lets a gradient into the momentum, so nothing is learned: choose beta < 1")
+
+    def check_model(self, layers: Layers) -> None:
+        """Refuse a model without matrices."""
+        if not layers.matrices():
+            raise BadInput(
+                f"{self.card.title} orthogonalises matrices, and no trained tensor of the model has two axes or more: "
+                "choose another algorithm, such as localadamw"
+            )
+        if not layers.matrices(self.muon_on):
+            raise BadInput(
+                'muon_on = "hidden" leaves out the first and the last matrix, and the model has no other: '
+                'set muon_on = "matrices"'
+            )
+
+    def orthogonal(self, matrices: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return s NS5(U), for the matrices U of tensors of this shape."""
+        low = matrices.bfloat16() if self.arithmetic == "bfloat16" else matrices
+        o = newton_schulz(low).to(matrices.dtype)
+        rows, cols = matrices.shape[-2:]
+        is_scaled = rows > cols and (len(shape) < 4 or self.conv_scale == "flattened")
+        return math.sqrt(rows / cols) * o if is_scaled else o
+
+    def local_step(self, local: Local, grad: Tensor, layers: Layers) -> tuple[Local, Tensor]:
+        """Return the local state with the moments after a gradient, and the direction c (O + lambda y)."""
+        after, psi = self.next_moments(local, grad)  # AdamW's
+        m = ema(local.m, grad, self.beta)
+        u = ema(m, grad, self.beta) if self.nesterov else m
+        muon = self.muon_scale * add_decay(layers.map_matrices(self.orthogonal, u, self.muon_on), local.y, self.decay)
+        adamw = add_decay(psi, local.y, self.decay)
+        after = after._replace(m=layers.where_matrix(m, after.m, self.muon_on))
+        return after, layers.where_matrix(muon, adamw, self.muon_on)
+
+    def step(self, local: Local, down: Any, grad: Tensor, lr: Number, layers: Layers) -> Local:
+        after, direction = self.local_step(local, grad, layers)
+        return after._replace(y=descend(local.y, direction, lr))
