@@ -30,7 +30,7 @@ SCAFFNEW = SGD | {"p": 0.0}
 MUON = SGD | {
     "beta": 0.9,
     "nesterov": True,
-    "scale": 0.5,
+    "muon_scale": 0.5,
     "muon_on": "matrices",
     "beta1": 0.9,
     "beta2": 0.95,
