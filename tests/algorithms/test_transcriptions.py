@@ -32,6 +32,7 @@ MUON = SGD | {
     "nesterov": True,
     "muon_scale": 0.5,
     "muon_on": "matrices",
+    "conv_scale": "one",
     "beta1": 0.9,
     "beta2": 0.95,
     "eps": 1e-10,

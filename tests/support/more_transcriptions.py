@@ -69,13 +69,13 @@ def newton_schulz(U: Array, steps: int = 5) -> Array:
     return X
 
 
-def muon_direction(U: Array, conv_scale: str = "code") -> Array:
+def muon_direction(U: Array, conv_scale: str = "one") -> Array:
     """Return sqrt(max(1, rows / cols)) NS5(U): kernels as [out, in kh kw], other arrays as (batches of) matrices.
 
-    In the authors' code, rows and cols of a kernel are its height and width (C9).
+    The authors take the rows and columns of one filter of a kernel, so that the factor is 1 for square filters (C9).
     """
     matrix = U.reshape(len(U), -1) if U.ndim == 4 else U
-    rows, cols = (U if conv_scale == "code" else matrix).shape[-2:]
+    rows, cols = matrix.shape[-2:] if U.ndim < 4 or conv_scale == "flattened" else (1, 1)
     return max(1.0, rows / cols) ** 0.5 * newton_schulz(matrix).reshape(U.shape)
 
 
@@ -93,7 +93,7 @@ def _muon_step(
         if is_matrix:
             M[part] = o.beta * M[part] + (1 - o.beta) * g[part]
             U = (1 - o.beta) * g[part] + o.beta * M[part] if o.nesterov else M[part]  # C8
-            orthogonal = muon_direction(U.reshape(shape)).ravel()
+            orthogonal = muon_direction(U.reshape(shape), o.conv_scale).ravel()
             direction[part] = o.muon_scale * (orthogonal + o.decay * y[part])  # C11
         else:
             m[part] = o.beta1 * m[part] + (1 - o.beta1) * g[part]

@@ -120,7 +120,7 @@ def local_run(algorithm: Any, server: Any, client: Any, grads: torch.Tensor, inf
     local = algorithm.begin(down, client, info[1])
     path = [local.y]
     for g in grads:
-        local = algorithm.step(local, down, g, info[1].lr, LAYERS)
+        local = algorithm.step(local, down, g, info[1].lr, info[1].layers)
         path.append(local.y)
     up, client = algorithm.finish(local, down, client, info[1])
     return up, client, path
