@@ -149,7 +149,9 @@ def model(w: Workload) -> torch.nn.Module:
     return models.create(w.model[0], w.shape, CLASSES, seed=0, **w.model[1])
 
 
-def simulation(name: str, train: lamina.Dataset, **more: Any) -> lamina.Simulation:
+def simulation(
+    name: str, train: lamina.Dataset, algorithm: lamina.Algorithm | None = None, **more: Any
+) -> lamina.Simulation:
     """Return a workload as a simulation that does not evaluate; `more` overrides its settings."""
     import lamina
     from lamina.data import Augment
@@ -160,7 +162,7 @@ def simulation(name: str, train: lamina.Dataset, **more: Any) -> lamina.Simulati
         "augmentation": Augment() if w.augment else None, "sampling": w.sampling, "clip": w.clip,
         "evaluate_every": 10**8,
     }  # fmt: skip
-    return lamina.Simulation(model(w), train, w.algorithm, **settings | more)
+    return lamina.Simulation(model(w), train, algorithm or w.algorithm, **settings | more)
 
 
 def population(name: str, train: lamina.Dataset, **more: Any) -> lamina.Population:

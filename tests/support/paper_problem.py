@@ -33,7 +33,7 @@ LAYERS = lamina.Layers(T.SHAPES)
 LR = dict.fromkeys(("fedams", "mime"), 5e-4) | dict.fromkeys(("localadam", "fedlada"), 0.01)
 LR |= dict.fromkeys(("fedlamb", "mimelamb", "fedlada_lamb", "fedlars"), 0.03)
 LR |= dict.fromkeys(("localadamw", "fedadamw", "diloco", "fedlion"), 0.01)
-LR |= dict.fromkeys(("localmuon", "fedmuon"), 0.03)
+LR |= dict.fromkeys(("localmuon", "fedmuon"), 0.03) | {"deltasgd": 0.2, "fedsps": 1.0}
 BYTES = T.SIZE * 8  # of one float64 vector
 
 DECAYS: list[dict[str, Any]] = [{"decay": 0.2, "decay_form": form} for form in ("l2", "decoupled")]

@@ -7,6 +7,7 @@ from typing import Any
 
 from lamina.algorithms.contract import Algorithm, Card
 from lamina.algorithms.declaration import option_places, options, registry
+from lamina.algorithms.deltasgd import DeltaSgd
 from lamina.algorithms.diloco import DiLoCo
 from lamina.algorithms.fedadagrad import FedAdagrad
 from lamina.algorithms.fedadam import FedAdam
@@ -28,6 +29,7 @@ from lamina.algorithms.fedmuon import FedMuon
 from lamina.algorithms.fednova import FedNova
 from lamina.algorithms.fedprox import FedProx
 from lamina.algorithms.fedsam import FedSam
+from lamina.algorithms.fedsps import FedSps
 from lamina.algorithms.fedyogi import FedYogi
 from lamina.algorithms.localadam import LocalAdam
 from lamina.algorithms.localadamw import LocalAdamW
@@ -44,6 +46,7 @@ __all__ = [
     "BUILT_IN",
     "Algorithm",
     "Card",
+    "DeltaSgd",
     "DiLoCo",
     "FedAdagrad",
     "FedAdam",
@@ -65,6 +68,7 @@ __all__ = [
     "FedNova",
     "FedProx",
     "FedSam",
+    "FedSps",
     "FedYogi",
     "LocalAdam",
     "LocalAdamW",

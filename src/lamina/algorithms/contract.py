@@ -66,6 +66,7 @@ class Needs(NamedTuple):
     full_gradient: bool = False  # `finish` gets grad F_i(x), over all of the client's data
     control_variate: bool = False  # `step` gets g(y) - g(x) on the same batch; `broadcast` gets the mean of grad F_i(x)
     second_gradient: bool = False  # `step` also gets the gradient of the same batch at `second_point`, as `second_grad`
+    loss: bool = False  # `step` also gets the mean loss of the batch at `local.y` [..., 1], as `loss`; in every round
 
 
 class Nothing(NamedTuple):
@@ -136,7 +137,8 @@ class Algorithm(ABC):
     def step(self, local: Any, down: Any, grad: Tensor, lr: Number, layers: Layers) -> Any:
         """Return the local state after one step with the gradient at ``local.y``.
 
-        In rounds whose `needs` ask for a second gradient, `step` is called with one more argument, ``second_grad``.
+        In rounds whose `needs` ask for a second gradient, `step` is called with one more argument, ``second_grad``, and
+        with ``loss`` if they ask for the loss of the batch.
         """
 
     def finish(self, local: Any, down: Any, client: Any, info: ClientInfo) -> tuple[Any, Any]:
@@ -289,10 +291,15 @@ def step_kinds(algorithm: Algorithm) -> list[bool]:
     return [False, True] if has_second_point(algorithm) else [False]
 
 
+def loss_argument(algorithm: Algorithm, loss: Tensor) -> dict[str, Tensor]:
+    """Return the loss of a batch [..., 1] as an argument of `step`, if the algorithm asks for it."""
+    return {"loss": loss} if algorithm.needs(1).loss else {}
+
+
 def trial_step(algorithm: Algorithm, local: Any, down: Any, grad: Tensor, info: ClientInfo) -> Any:
-    """Return the local state after a step without data: every gradient that the algorithm needs is `grad`."""
+    """Return the local state after a step without data: every gradient is `grad`, and its first element the loss."""
     second = {"second_grad": grad} if algorithm.needs(info.round).second_gradient else {}
-    return algorithm.step(local, down, grad, info.lr, info.layers, **second)
+    return algorithm.step(local, down, grad, info.lr, info.layers, **second, **loss_argument(algorithm, grad[..., :1]))
 
 
 def zeros(x: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from lamina.algorithms.contract import (
     ServerInfo,
     has_displacement,
     has_second_point,
+    loss_argument,
     step_kinds,
     trial_step,
 )
@@ -171,11 +172,11 @@ def _run_round(algorithm: Algorithm, layers: Layers, device: torch.device | str)
     local = checked("begin", call("begin", down, client, info), "y")
     start = local
     for has_second in step_kinds(algorithm):
-        second = {"second_grad": gradient} if has_second else {}
+        more = ({"second_grad": gradient} if has_second else {}) | loss_argument(algorithm, gradient[:1])
         if has_second:
             point = call("second_point", start, down, gradient, 0.1, layers)
             check_vector("second_point", point, "a point like local.y")
-        local = checked("step", call("step", start, down, gradient, 0.1, layers, **second), "y", like=start)
+        local = checked("step", call("step", start, down, gradient, 0.1, layers, **more), "y", like=start)
     ratios = call("trust_ratios", local)
     if ratios is not None and not (isinstance(ratios, Tensor) and ratios.shape[-1:] == sizes[1:2]):
         raise broken("trust_ratios", f"must return a tensor, one ratio per layer, or None, found {_describe(ratios)}")

@@ -157,12 +157,12 @@ class Loop:
             for k in range(int(plan.steps[c])):
                 batch = self._batch(plan, c, k)
                 grad, loss = self._gradient(local.y, buffers, batch, control)
-                second = {}
+                more = {"loss": loss.reshape(1)} if needs.loss else {}
                 if needs.second_gradient:  # of the same batch, at a point that the algorithm chooses
                     point = algorithm.second_point(local, down, grad, info.lr, layers)
                     # a copy, because only the pass at y updates the buffers
-                    second["second_grad"], _ = self._gradient(point, copy_buffers(buffers), batch, control)
-                after = algorithm.step(local, down, grad, info.lr, layers, **second)
+                    more["second_grad"], _ = self._gradient(point, copy_buffers(buffers), batch, control)
+                after = algorithm.step(local, down, grad, info.lr, layers, **more)
                 losses.append(loss)
                 if watch is not None:
                     watch(k, loss, grad, local, after)

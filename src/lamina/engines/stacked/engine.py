@@ -210,7 +210,8 @@ class Stacked:
         clip = per_member(chunk, {e: limit or math.inf for e, limit in limits.items()}, like) if is_limited else None
         local = algorithm.begin(down, client, info)
         work = LocalWork(
-            algorithm, local, down, buffers, batches, info.lr, clip, needs.control_variate, needs.second_gradient
+            algorithm, local, down, buffers, batches, info.lr, clip,
+            needs.control_variate, needs.second_gradient, needs.loss,
         )  # fmt: skip
         local, losses = self._take_steps(self._problem, work, filled)
         up, client = algorithm.finish(local, down, client, info)

@@ -98,6 +98,7 @@ def structure(work: LocalWork) -> Any:
         work.batches.counts is None,
         work.control,
         work.second,
+        work.loss,
         work.clip is None,
         tuple(value is None for value in work.local),
         tuple(None if value is None else _is_shared(value) for value in work.down),
@@ -161,6 +162,7 @@ class CapturedSteps:
         self._numbers = {name: y.new_zeros(self.capacity, 1) for name in _numbers(work)}
         self._lr, self._losses = y.new_zeros(self.capacity, 1), y.new_zeros(self.capacity)
         self._clip = None if work.clip is None else y.new_zeros(self.capacity, 1)
+        self._loss = y.new_zeros(self.capacity, 1) if work.loss else None  # of a step, for the algorithm
         self._k = torch.zeros(1, dtype=torch.long, device=y.device)
         self._all_active = torch.ones(self.capacity, dtype=torch.long, device=y.device)
         algorithm = dataclasses.replace(work.algorithm, **self._numbers)
@@ -257,7 +259,9 @@ class CapturedSteps:
         try:
             if work.second:
                 raise CannotFuse("a second gradient")
-            return LocalStep(work.algorithm, self._local, self._down, self._lr, self._clip, layers, self._rounded)
+            return LocalStep(
+                work.algorithm, self._local, self._down, self._lr, self._clip, layers, self._rounded, self._loss
+            )  # fmt: skip
         except CannotFuse as reason:
             name = type(work.algorithm).__name__
             log.info("the local step is not fused into one kernel: %s.step uses %s", name, reason)
@@ -274,18 +278,21 @@ class CapturedSteps:
         buffers = {name: buffer[:rows] for name, buffer in self._buffers.items()}
         gradients, losses = self._problem.step_gradients(self._work, y, x, buffers, batch)
         if self._fused is None:
-            self._step_unfused(rows, gradients, x, buffers, batch)
+            self._step_unfused(rows, gradients, losses, x, buffers, batch)
         else:
             pieces = [piece.contiguous() for piece in self._problem.layers.pieces(gradients)]
             is_active = self._all_active if batch.counts is None else batch.counts
+            if self._loss is not None:
+                self._loss[:rows].copy_(losses.unsqueeze(1))
             self._fused.run(rows, is_active, send_addresses(self._fused.addresses(pieces)))
         self._losses[:rows] += losses
         self._k += 1
 
     def _step_unfused(
-        self, rows: int, gradients: dict[str, Tensor], x: dict[str, Tensor], buffers: Buffers, batch: Batches
-    ) -> None:
-        """Take the step with torch's operations, from the gradients at y by name."""
+        self, rows: int, gradients: dict[str, Tensor], losses: Tensor, x: dict[str, Tensor], buffers: Buffers,
+        batch: Batches,
+    ) -> None:  # fmt: skip
+        """Take the step with torch's operations, from the gradients at y by name and the losses."""
         local, down = (map_record(lambda value: value[:rows], record) for record in (self._local, self._down))
         numbers = {name: value[:rows] for name, value in self._numbers.items()}
         work = dataclasses.replace(
@@ -295,7 +302,7 @@ class CapturedSteps:
             clip=None if self._clip is None else self._clip[:rows],
         )
         whole = [self._problem.layers]
-        (after,) = algorithm_step(self._problem, whole, work, [local], [down], gradients, x, buffers, batch)
+        (after,) = algorithm_step(self._problem, whole, work, [local], [down], gradients, losses, x, buffers, batch)
         for old, new in zip(local, after, strict=True):
             if old is not None and new is not old:
                 old.copy_(new)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo, step_kinds
+from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo, loss_argument, step_kinds
 from lamina.algorithms.declaration import options
 from lamina.algorithms.rehearsal import TINY, is_user_defined
 from lamina.engines.stacked.probe import reads_values
@@ -172,9 +172,10 @@ def ignores_order(algorithm: Algorithm, layers: Layers, device: torch.device) ->
 
     full = None if info.full_gradient is None else info.full_gradient[layout.order]
     second = gradient.roll(1)
-    usual = _round_results(algorithm, down, client, _Gradients(gradient, second), info)
+    grads = _Gradients(gradient, second, gradient[:1])
+    usual = _round_results(algorithm, down, client, grads, info)
     other_info = info._replace(layers=layout, full_gradient=full)
-    other = _round_results(algorithm, ordered(down), ordered(client), ordered(_Gradients(gradient, second)), other_info)
+    other = _round_results(algorithm, ordered(down), ordered(client), ordered(grads), other_info)
     return all(trial.equal(ordered(one), two) for one, two in zip(usual, other, strict=True))
 
 
@@ -212,6 +213,7 @@ def _takes_columns(names: Sequence[str], one: Algorithm, other: Algorithm) -> bo
 class _Gradients(NamedTuple):
     first: Tensor
     second: Tensor
+    loss: Tensor  # of the batch [..., 1]
 
 
 def _matches_single_rows(both: Algorithm, singles: tuple[Algorithm, Algorithm], trial: Trial) -> bool:
@@ -242,7 +244,7 @@ def _rounds_match(both: Algorithm, singles: tuple[Algorithm, Algorithm], trial: 
         starts = [_first_broadcast(one, x[r], gradient[r], trial.layers) for r, one in enumerate(singles)]
         info, has_full = starts[0][2], starts[0][2].full_gradient is not None
         downs, clients = ([map_record(lambda v: v.unsqueeze(0), start[i]) for start in starts] for i in (0, 1))
-        grads = _Gradients(gradient, gradient.flip(-1))
+        grads = _Gradients(gradient, gradient.flip(-1), gradient[:, :1])
         for _ in range(2):
             rows = [_only(grads, r) for r in (0, 1)]
             alone = [
@@ -269,10 +271,10 @@ def _step_results(algorithm: Algorithm, local: Any, down: Any, grads: _Gradients
     """Return all that a local step computes: the new state and, if there is one, the state at the second point."""
     results = []
     for has_second in step_kinds(algorithm):
-        second = {"second_grad": grads.second} if has_second else {}
+        more = ({"second_grad": grads.second} if has_second else {}) | loss_argument(algorithm, grads.loss)
         if has_second:
             results.append(local._replace(y=algorithm.second_point(local, down, grads.first, 0.1, layers)))
-        results.append(algorithm.step(local, down, grads.first, 0.1, layers, **second))
+        results.append(algorithm.step(local, down, grads.first, 0.1, layers, **more))
     return results
 
 
@@ -286,7 +288,7 @@ def _random_steps(algorithm: Algorithm, trial: Trial) -> Iterator[tuple[Any, Any
             for record in (start, broadcast)
         )
         first = of_gradient * trial.draw(trial.layers.size, generator)
-        yield local, down, _Gradients(first, second=first.flip(-1))
+        yield local, down, _Gradients(first, second=first.flip(-1), loss=first[:, :1])
 
 
 def _pairs(sizes: Sequence[float]) -> list[tuple[float, float]]:

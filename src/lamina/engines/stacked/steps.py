@@ -63,6 +63,7 @@ class LocalWork:
     clip: Number | None = None  # the largest norm of a gradient
     control: bool = False  # subtract the gradient of the same batch at down.x
     second: bool = False  # also compute the gradient of the same batch at the algorithm's second point
+    loss: bool = False  # also give the algorithm the loss of the batch
 
     @property
     def rows(self) -> int:
@@ -86,6 +87,7 @@ class LocalWork:
             clip=own(self.clip),
             control=self.control,
             second=self.second,
+            loss=self.loss,
         )
 
 
@@ -182,7 +184,7 @@ def train(problem: StackedObjective, parts: Sequence[Layers], work: LocalWork) -
         batch = work.batches.at(k)
         y = _named(parts, [part.y for part in local])
         gradients, losses = problem.step_gradients(work, y, x, work.buffers, batch)
-        local = algorithm_step(problem, parts, work, local, down, gradients, x, work.buffers, batch)
+        local = algorithm_step(problem, parts, work, local, down, gradients, losses, x, work.buffers, batch)
         total = total + losses
     return join(local, work.local), total
 
@@ -202,21 +204,25 @@ def _vectors(parts: Sequence[Layers], work: LocalWork, gradients: Mapping[str, T
 
 def algorithm_step(
     problem: StackedObjective, parts: Sequence[Layers], work: LocalWork, local: list[Any], down: list[Any],
-    gradients: Mapping[str, Tensor], x: Mapping[str, Tensor], buffers: Buffers, batch: Batches,
+    gradients: Mapping[str, Tensor], losses: Tensor, x: Mapping[str, Tensor], buffers: Buffers, batch: Batches,
 ) -> list[Any]:  # fmt: skip
     """Return the local state after the algorithm's step, part by part; a row without this step keeps its state.
 
-    `gradients` are those at the local parameters, by name; the other arguments are as in `step_gradients`.
+    `gradients` are those at the local parameters, by name, and `losses` those of the rows; the other arguments are as
+    in `step_gradients`.
     """
     algorithm, grads = work.algorithm, _vectors(parts, work, gradients)
-    seconds: list[dict[str, Tensor]] = [{}] * len(parts)
+    more: list[dict[str, Tensor]] = [{"loss": losses.to(work.local.y.dtype).unsqueeze(1)} if work.loss else {}] * len(
+        parts
+    )
     if work.second:
         states = zip(local, down, grads, parts, strict=True)
         points = [algorithm.second_point(own, fixed, grad, work.lr, part) for own, fixed, grad, part in states]
         at_points, _ = problem.step_gradients(work, _named(parts, points), x, copy_buffers(buffers), batch)
-        seconds = [{"second_grad": vector} for vector in _vectors(parts, work, at_points)]
-    inputs = zip(local, down, grads, parts, seconds, strict=True)
-    after = [algorithm.step(own, fixed, grad, work.lr, part, **second) for own, fixed, grad, part, second in inputs]
+        vectors = _vectors(parts, work, at_points)
+        more = [{**given, "second_grad": vector} for given, vector in zip(more, vectors, strict=True)]
+    inputs = zip(local, down, grads, parts, more, strict=True)
+    after = [algorithm.step(own, fixed, grad, work.lr, part, **given) for own, fixed, grad, part, given in inputs]
     if batch.counts is None:
         return after
     return [_where_active(batch.counts, new, old) for new, old in zip(after, local, strict=True)]

@@ -63,6 +63,8 @@ CASES |= {
     "fedlada corrected": {"moment_correction": "m", "ga_correction": True, "amsgrad": False, "eps": 1e-3},
     "fedlada_lamb corrected": {"moment_correction": "m", "ga_correction": True, "decay": 0.01},
     "localmuon hidden": {"muon_on": "hidden", "nesterov": False, "decay": 0.3},
+    "deltasgd consecutive": {"gradients": "consecutive", "decay": 0.1, "eps": 1e-3},
+    "fedsps decayed": {"decay": 0.1, "lower_bound": 0.01, "eps": 1e-3},
     "fedlamb running": {"zero_norm": "lamb", "second_moment": "running", "first_round": "running"},
 }
 
@@ -96,7 +98,9 @@ def test_a_fused_step_is_the_step(case, clip, shapes):
     lr, limit = column(0.1), None if clip is None else column(clip)
     gradient = torch.cat([g.float() for g in gradients], 1)
     gradient = gradient if limit is None else clip_by_norm(gradient, limit)
-    after = algorithm.step(local, down, gradient, lr, layers)
+    loss = torch.rand(ROWS, 1, device=DEVICE) if needs.loss else None
+    more = {} if loss is None else {"loss": loss}
+    after = algorithm.step(local, down, gradient, lr, layers, **more)
     rtol = 0.02 if getattr(algorithm, "arithmetic", "") == "bfloat16" else 1e-4 if "muon" in case else 2e-6
     is_active = torch.tensor([1, 0, 1], device=DEVICE)
     expected = [
@@ -104,7 +108,7 @@ def test_a_fused_step_is_the_step(case, clip, shapes):
         for new, old in zip(after, local, strict=True)
     ]
     rounded = vector(local.y.bfloat16())
-    step = LocalStep(algorithm, local, down, lr, limit, layers, rounded)
+    step = LocalStep(algorithm, local, down, lr, limit, layers, rounded, loss)
     step.run(ROWS, is_active, step.addresses(gradients).to(DEVICE))
     for name, value, wanted in zip(local._fields, local, expected, strict=True):
         if wanted is not None:

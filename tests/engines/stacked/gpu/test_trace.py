@@ -22,7 +22,11 @@ def traced(algorithm):
     local = algorithm.begin(down, algorithm.client_init(x, LAYERS), info)
     per_layer = len(LAYERS.group_sizes(algorithm.grouping))
     sizes = {1: "row", per_layer: kind_of(algorithm.grouping), LAYERS.size: "element"}
-    kinds = {"lr": "row", "clip": "row"} | {f"number_{name}": "row" for name in number_options(algorithm)}
+    kinds = (
+        {"lr": "row", "clip": "row"}
+        | ({"loss": "row"} if needs.loss else {})
+        | {f"number_{name}": "row" for name in number_options(algorithm)}
+    )
     for prefix, record in (("local", local), ("down", down)):
         fields = zip(record._fields, record, strict=True)
         kinds |= {f"{prefix}_{name}": sizes[value.shape[-1]] for name, value in fields if value is not None}

@@ -187,7 +187,7 @@ class LocalStep:
 
     def __init__(
         self, algorithm: Algorithm, local: Any, down: Any, lr: Tensor, clip: Tensor | None, layers: Layers,
-        rounded: Tensor | None = None,
+        rounded: Tensor | None = None, loss: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Trace the algorithm's step and write its kernels.
 
@@ -199,13 +199,15 @@ class LocalStep:
             clip: the largest norm of every row's gradient [rows, 1], or None.
             layers: the layout of the vectors.
             rounded: where to write the new parameters in bfloat16 as well [rows, p].
+            loss: where the losses of the batches will be [rows, 1], if the step gets them.
         """
         self._rounded, self._rows, self._layers = rounded, len(local.y), layers
         by = algorithm.grouping
         sizes = {1: "row", len(layers.group_sizes(by)): kind_of(by), layers.size: "element"}
         if len(sizes) < (2 if by == "model" else 3):
             raise CannotFuse("numbers per layer and elements cannot be told apart in so small a model")
-        buffers: dict[str, Tensor] = {"lr": lr} | ({} if clip is None else {"clip": clip})
+        given = {"lr": lr, "clip": clip, "loss": loss}
+        buffers: dict[str, Tensor] = {name: value for name, value in given.items() if value is not None}
         for prefix, record in (("local", local), ("down", down)):
             fields = zip(record._fields, record, strict=True)
             buffers |= {f"{prefix}_{name}": value for name, value in fields if value is not None}

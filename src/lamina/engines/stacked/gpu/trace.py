@@ -334,12 +334,13 @@ def _record_step(
     lr, grad = draw("lr"), draw("grad")
     numbers = {name.removeprefix("number_"): draw(name) for name in kinds if name.startswith("number_")}
     limit = draw("clip") if clipped else None
+    more = {"loss": draw("loss")} if "loss" in kinds else {}
     with_numbers = dataclasses.replace(algorithm, **numbers)  # type: ignore[type-var]
     traced = TracedLayers(layers, trace)
     with trace:
         if limit is not None:
             grad = clip_by_norm(grad, limit)
-        after = with_numbers.step(own_local, own_down, grad, lr, traced)
+        after = with_numbers.step(own_local, own_down, grad, lr, traced, **more)
     outputs = {}
     for field, old, new in zip(own_local._fields, own_local, after, strict=True):
         if new is not None and new is not old:
