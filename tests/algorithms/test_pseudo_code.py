@@ -176,9 +176,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "localmuon": [ADAMW | {"beta": 0.8, "muon_scale": 2.0}, {"nesterov": False}],
     "fedmuon": [ADAMW | {"beta": 0.8, "muon_scale": 2.0, "alpha": 0.2}, {"nesterov": False}, {"preset": "deit_tiny"}],
     "deltasgd": [
-        {"gamma": 0.5, "delta": 0.5, "theta_init": 0.3, "server_lr": 0.7, **DECAY},
+        {"gamma": 0.3, "delta": 0.5, "theta_init": 0.3, "server_lr": 0.7, **DECAY},
         {"gradients": "consecutive"},
-        {"gradients": "consecutive", "gamma": 0.5, "eps": 0.05, **DECAY},
+        {"gradients": "consecutive", "gamma": 0.3, "eps": 0.05, **DECAY},
         {"preset": "authors"},
     ],
     "fedsps": [{"c": 3.0, "lower_bound": 0.2, "eps": 0.1, "server_lr": 0.7, **DECAY}],

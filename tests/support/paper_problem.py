@@ -21,7 +21,6 @@ from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.algorithms.declaration import options
 
 TRANSCRIPTIONS = T.ALL | newer_transcriptions.ALL | more_transcriptions.ALL
-TRANSCRIPTIONS = {n: f for n, f in TRANSCRIPTIONS.items() if n in algorithms.registry()}  # TEMPORARY
 NAMES = tuple(TRANSCRIPTIONS)
 SIZES = (7, 12, 3, 9, 5)
 CLIENTS = np.split(np.arange(sum(SIZES)), np.cumsum(SIZES)[:-1])
