@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 import torch
 
+from more_transcriptions import ALL as EVEN_NEWER
 from newer_transcriptions import ALL as NEWER
 
 torch.set_num_threads(1)
@@ -30,7 +31,7 @@ def pytest_collection_modifyitems(items):
 def is_newer(value):
     """Return whether a test's parameter is one of the newer methods, or its name."""
     name = value if isinstance(value, str) else getattr(getattr(value, "card", None), "name", None)
-    return name in NEWER
+    return name in NEWER or name in EVEN_NEWER
 
 
 def pytest_collection_finish():

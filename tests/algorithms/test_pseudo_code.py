@@ -176,9 +176,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "localmuon": [ADAMW | {"beta": 0.8, "muon_scale": 2.0}, {"nesterov": False}],
     "fedmuon": [ADAMW | {"beta": 0.8, "muon_scale": 2.0, "alpha": 0.2}, {"nesterov": False}, {"preset": "deit_tiny"}],
     "deltasgd": [
-        {"gamma": 0.5, "delta": 0.5, "theta_init": 0.3, "server_lr": 0.7, **DECAY},
+        {"gamma": 0.3, "delta": 0.5, "theta_init": 0.3, "server_lr": 0.7, **DECAY},
         {"gradients": "consecutive"},
-        {"gradients": "consecutive", "gamma": 0.5, "eps": 0.05, **DECAY},
+        {"gradients": "consecutive", "gamma": 0.3, "eps": 0.05, **DECAY},
         {"preset": "authors"},
     ],
     "fedsps": [{"c": 3.0, "lower_bound": 0.2, "eps": 0.1, "server_lr": 0.7, **DECAY}],
@@ -191,6 +191,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"momentum": "restart", "beta1": 0.5, "server_lr": 0.7},
         {"layers": "model"},
     ],
+    "fednova": [{"momentum": 0.6, "server_lr": 0.7, **DECAY}, {"mu": 0.5, **DECAY}, {"preset": "authors"}],
+    "fedexp": [],  # below, with all clients: few agree so much that the server's rate is 1
+    "scaffnew": [{"p": 0.4, **DECAY}],
 }
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -209,6 +212,8 @@ CASES += [
     ("fedadam_star", {"clip_direction": 0.05}, {"clip": 0.02}),
     ("fedlamb", {"decay": 0.2, "decay_form": "l2"}, {"clip": 0.15}),
     ("mime", {"preset": "mime"}, {"weighting": "examples"}),
+    ("fedexp", {"eps": 1e-2, "eps_decay": 0.5, "decay": 0.02}, {"participation": 1.0}),
+    ("fedexp", {"preset": "authors"}, {"participation": 1.0}),
 ]
 
 

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 
 import lamina
+import more_transcriptions
 import newer_transcriptions
 import transcriptions as T  # noqa: N812
 from lamina import algorithms
 from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.algorithms.declaration import options
 
-TRANSCRIPTIONS = T.ALL | newer_transcriptions.ALL
+TRANSCRIPTIONS = T.ALL | newer_transcriptions.ALL | more_transcriptions.ALL
 NAMES = tuple(TRANSCRIPTIONS)
 SIZES = (7, 12, 3, 9, 5)
 CLIENTS = np.split(np.arange(sum(SIZES)), np.cumsum(SIZES)[:-1])
@@ -118,7 +119,7 @@ def local_run(algorithm: Any, server: Any, client: Any, grads: torch.Tensor, inf
     local = algorithm.begin(down, client, info[1])
     path = [local.y]
     for g in grads:
-        local = algorithm.step(local, down, g, info[1].lr, LAYERS)
+        local = algorithm.step(local, down, g, info[1].lr, info[1].layers)
         path.append(local.y)
     up, client = algorithm.finish(local, down, client, info[1])
     return up, client, path
