@@ -147,12 +147,19 @@ class Dataset:
         if self.ignore_index != IGNORED:
             labels = torch.where(labels == self.ignore_index, IGNORED, labels)
             object.__setattr__(self, "ignore_index", IGNORED)
-        largest = max(0, int(labels.max())) if labels.numel() else 0
+        least, largest = (int(bound) for bound in labels.aminmax()) if labels.numel() else (0, 0)
         named = None if self.class_names is None else len(self.class_names)
-        classes = int(self.classes) if self.classes is not None else named or largest + 1
+        classes = int(self.classes) if self.classes is not None else named or max(0, largest) + 1
         if named is not None and named != classes:
             counts = f"{plural(named, 'name')} for {plural(classes, 'class', 'classes')}"
             raise BadInput(f"{self.name}: class_names has {counts}; give one each")
+        if least < 0 or largest >= classes:
+            self._refuse_labels(labels, classes)
+        object.__setattr__(self, "y", labels)
+        object.__setattr__(self, "classes", classes)
+
+    def _refuse_labels(self, labels: Tensor, classes: int) -> None:
+        """Refuse labels that are neither classes nor, in maps, to be ignored."""
         is_wrong = (labels < 0) | (labels >= classes)
         if labels.dim() > 1:
             is_wrong &= labels != IGNORED
@@ -164,8 +171,6 @@ class Dataset:
             missing = f"give it as -100, or ignore_index={value}" if labels.dim() > 1 else "drop the sample"
             advice = f"if it marks a missing label, {missing}; for regression, give floats"
             raise BadInput(f"{rule}, but {value}; {advice}", without_data=rule)
-        object.__setattr__(self, "y", labels)
-        object.__setattr__(self, "classes", classes)
 
     def _check_images(self) -> None:
         images = [values for values in tensors(self.x) if values.dtype == torch.uint8 and values.dim() == 4]
