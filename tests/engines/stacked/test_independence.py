@@ -242,9 +242,9 @@ def test_answers_follow_the_model_the_functions_and_the_options(monkeypatch):
 
 
 def test_every_algorithm_of_ours_works_layer_by_layer():
-    perturbing = {"fedsam", "mofedsam"}  # by the norm of the whole gradient
+    whole = {"fedsam", "mofedsam", "deltasgd", "fedsps"}  # they use norms of whole vectors
     ours = {name: works_by_layer(lamina.create(name), *MODEL) for name in lamina.registry()}
-    assert {name for name, by_layer in ours.items() if not by_layer} == perturbing
+    assert {name for name, by_layer in ours.items() if not by_layer} == whole
     assert not works_by_layer(lamina.create("fedlamb", layers="module"), *MODEL)
     assert not works_by_layer(lamina.create("fedlamb", layers="model"), *MODEL)
 

@@ -172,7 +172,8 @@ def ignores_order(algorithm: Algorithm, layers: Layers, device: torch.device) ->
 
     full = None if info.full_gradient is None else info.full_gradient[layout.order]
     second = gradient.roll(1)
-    grads = _Gradients(gradient, second, gradient[:1])
+    # a loss that a step may well be proportional to: rounding would be most of a much shorter one
+    grads = _Gradients(gradient, second, gradient.sum().reshape(1))
     usual = _round_results(algorithm, down, client, grads, info)
     other_info = info._replace(layers=layout, full_gradient=full)
     other = _round_results(algorithm, ordered(down), ordered(client), ordered(grads), other_info)

@@ -242,7 +242,7 @@ def test_every_step_is_fused_and_right(algorithm, caplog):
     settings = {"clip": 0.5, "sampling": "bernoulli", "participation": 0.6, "lr": 0.002}
     # otherwise first steps are signs of gradients, and rounding flips those of tiny ones
     options = {"v_init": 1e-6} if algorithm in ("fedlada", "fedlada_lamb", "localadam") else {}
-    options |= {"eps": 1e-3} if algorithm == "fedadamw" else {}
+    options |= {"eps": 1e-3} if algorithm in ("fedadamw", "localmuon", "fedmuon") else {}
     run, reference = (
         simulation(lamina.create(algorithm, **options), engine, "cnn", **settings) for engine in ("stacked", "loop")
     )
