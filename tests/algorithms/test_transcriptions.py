@@ -1,7 +1,7 @@
 """What the cards of the self-tuning, matrix and averaging methods imply, on the transcriptions themselves.
 
-The library is compared with the transcriptions, so a slip in one of them would look like a slip in the library. These
-tests need numpy only.
+The library is compared with the transcriptions, so a slip in one of them would look like a slip in the library. No
+algorithm of the library runs here.
 """
 
 from __future__ import annotations
