@@ -26,6 +26,7 @@ from lamina.training.population import Population
 if TYPE_CHECKING:
     from lamina.api.results import compare, tune
     from lamina.api.trained import load
+    from lamina.conformance import conform
 
 print_warnings_once()
 
@@ -49,6 +50,7 @@ __all__ = [
     "algorithm",
     "audit",
     "compare",
+    "conform",
     "data",
     "load",
     "option",
@@ -62,7 +64,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import comparisons, tuning and loading when they are first used: a simulation needs neither nor matplotlib."""
-    modules = {"compare": "results", "tune": "results", "load": "trained"}
+    modules = {"compare": "api.results", "tune": "api.results", "load": "api.trained", "conform": "conformance"}
     if name in modules:
-        return getattr(importlib.import_module(f"lamina.api.{modules[name]}"), name)
+        return getattr(importlib.import_module(f"lamina.{modules[name]}"), name)
     raise AttributeError(f"module 'lamina.api.names' has no attribute '{name}'")

@@ -1,6 +1,6 @@
 """The command line, ``lamina``: a module for every command or group of commands; `lamina --help` lists them.
 
-Exit codes: 0 done, 1 a bug or a failed audit, 2 bad input, 3 training diverged, 130 interrupted.
+Exit codes: 0 done, 1 a bug, a failed audit or a difference, 2 bad input, 3 training diverged, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lamina.base.errors import Diverged, LaminaError, nearest, short_repr
 from lamina.cli import (  # noqa: F401 (a module's commands enter the app when it is imported)
     audit,
     compare,
+    conform,
     doctor,
     export,
     flower,

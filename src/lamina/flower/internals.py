@@ -6,6 +6,9 @@ version of Flower is to be supported.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -13,6 +16,7 @@ from flwr.app import RecordDict
 from flwr.common.config import parse_config_args
 from flwr.common.serde import recorddict_to_proto
 from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
 
 from lamina.base.errors import BadInput, short_repr
 
@@ -32,6 +36,22 @@ def parse_node_config(text: str) -> dict[str, Any]:
 def serialised_bytes(content: RecordDict) -> int:
     """Return how many bytes a message's content has as Flower serialises it."""
     return int(recorddict_to_proto(content).ByteSize())
+
+
+@contextlib.contextmanager
+def offline_task() -> Iterator[None]:
+    """Let this process create messages that no SuperLink sends, as a strategy does, and leave out its log lines."""
+    names = ("_task_id", "_run_id", "_node_id")
+    before, flowers_log = [getattr(TaskIdentity, name) for name in names], logging.getLogger("flwr")
+    level = flowers_log.level
+    try:
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+        flowers_log.setLevel(logging.WARNING)
+        yield
+    finally:
+        flowers_log.setLevel(level)
+        for name, value in zip(names, before, strict=True):
+            setattr(TaskIdentity, name, value)
 
 
 def take_replies_only(grid: Grid) -> None:

@@ -1,0 +1,140 @@
+"""What both sides of a comparison are fed: gradients that no model has computed, or a model and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lamina.base.errors import BadInput
+from lamina.objective.layers import Layers
+from lamina.objective.objective import Objective, copy_module
+
+SHAPES = {"conv.weight": (4, 2, 3, 3), "conv.bias": (4,), "fc.weight": (5, 8), "fc.bias": (5,)}
+BATCH_SIZE = 8
+FEATURES, CLASSES = 6, 4  # of the default data
+
+
+class Source(Protocol):
+    """Where the gradients of our side come from."""
+
+    layers: Layers
+    start: Tensor  # the model before round 1
+
+    def gradient(self, round: int, c: int, k: int, y: Tensor, control: Tensor | None, second: bool = False) -> Tensor:
+        """Return the gradient of client c's step k at y, less that at `control` if it is given."""
+
+    def loss(self, round: int, c: int, k: int, y: Tensor) -> Tensor:
+        """Return the mean loss of the batch of client c's step k at y, as one number [1]."""
+
+    def full_gradient(self, round: int, c: int, x: Tensor) -> Tensor:
+        """Return the gradient over all of client c's data."""
+
+    def given(self, round: int, c: int, x: Tensor, steps: int) -> Mapping[str, Any]:
+        """Return what a whole client is given to train."""
+
+
+class RandomGradients:
+    """Gradients that depend on the place alone, of three orders of magnitude, that shrink over the rounds."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.layers = Layers(SHAPES)
+        self.start = 0.5 * self._normal(0)
+        self.scale = 10 ** (-1.5 + 0.75 * self._normal(1).clamp(-2, 2))  # of every coordinate
+        self.mean = self._normal(2)
+
+    def gradient(self, round: int, c: int, k: int, y: Tensor, control: Tensor | None, second: bool = False) -> Tensor:
+        """Return a gradient for a step; the point plays no role."""
+        return self.scale * (self.mean + self._normal(3, round, c, k, int(second))) / (1 + round / 10)
+
+    def loss(self, round: int, c: int, k: int, y: Tensor) -> Tensor:
+        """Return a positive number for a step."""
+        return self._normal(5, round, c, k)[:1].exp()
+
+    def full_gradient(self, round: int, c: int, x: Tensor) -> Tensor:
+        """Return a gradient for a round."""
+        return self.scale * (self.mean + self._normal(4, round, c)) / (1 + round / 10)
+
+    def given(self, round: int, c: int, x: Tensor, steps: int) -> Mapping[str, Any]:
+        """Gradients alone train no client."""
+        raise NotImplementedError
+
+    def _normal(self, *place: int) -> Tensor:
+        return torch.from_numpy(np.random.default_rng([self.seed, *place]).normal(size=self.layers.size))
+
+
+class GivenData:
+    """A module, and batches of every client's data in a fixed order."""
+
+    def __init__(self, model: nn.Module | None, data: Any, loss: Any, *, clients: int, seed: int) -> None:
+        self.seed = seed
+        module = _default_model(seed) if model is None else copy_module(model)
+        self.objective = Objective(module.double(), loss)
+        self.layers, self.start = self.objective.layers, self.objective.start
+        inputs, targets = _default_data(seed, clients) if data is None else data
+        inputs, targets = torch.as_tensor(inputs), torch.as_tensor(targets)
+        self.inputs = inputs.double() if inputs.is_floating_point() else inputs
+        self.targets = targets.double() if targets.is_floating_point() else targets
+        order = np.random.default_rng([seed, 5]).permutation(len(self.inputs))
+        self.samples = np.array_split(order, clients)
+        if len(self.samples[-1]) == 0:
+            raise BadInput(f"{len(self.inputs)} samples are too few for {clients} clients")
+
+    def batch(self, round: int, c: int, k: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs and targets of client c's step k."""
+        samples = self.samples[c]
+        size = min(BATCH_SIZE, len(samples))
+        chosen = np.random.default_rng([self.seed, 6, round, c, k]).choice(samples, size, replace=False)
+        return self.inputs[chosen], self.targets[chosen]
+
+    def gradient(self, round: int, c: int, k: int, y: Tensor, control: Tensor | None, second: bool = False) -> Tensor:
+        """Return the gradient of a batch."""
+        buffers = {name: buffer.clone() for name, buffer in self.objective.buffers.items()}
+        gradient, _ = self.objective.gradient(y, buffers, *self.batch(round, c, k))
+        if self.objective.draws_masks:
+            raise BadInput("the model has dropout, whose masks the two sides would draw differently: set it to 0")
+        if control is not None:
+            gradient = gradient - self.objective.gradient(control, buffers, *self.batch(round, c, k))[0]
+        return gradient
+
+    def loss(self, round: int, c: int, k: int, y: Tensor) -> Tensor:
+        """Return the mean loss of a batch."""
+        buffers = {name: buffer.clone() for name, buffer in self.objective.buffers.items()}
+        return self.objective.gradient(y, buffers, *self.batch(round, c, k))[1].reshape(1)
+
+    def full_gradient(self, round: int, c: int, x: Tensor) -> Tensor:
+        """Return the gradient over all of a client's data."""
+        inputs, targets = self.data(c)
+        return self.objective.gradient(x, self.objective.buffers, inputs, targets, train=False)[0]
+
+    def data(self, c: int) -> tuple[Tensor, Tensor]:
+        """Return all of a client's data."""
+        return self.inputs[self.samples[c]], self.targets[self.samples[c]]
+
+    def given(self, round: int, c: int, x: Tensor, steps: int) -> Mapping[str, Any]:
+        """Return a copy of the module with the server's model, the batches of the round, all data and the loss."""
+        module = copy_module(self.objective.module_at(x, self.objective.buffers)).train()
+        batches = [self.batch(round, c, k) for k in range(1, steps + 1)]
+        return {"model": module, "batches": batches, "data": self.data(c), "loss": self.mean_loss}
+
+    def mean_loss(self, outputs: Any, targets: Any) -> Tensor:
+        """Return the mean loss of a batch."""
+        return self.objective.losses(outputs, targets).mean()
+
+
+def _default_model(seed: int) -> nn.Module:
+    """Return a small network with weights that depend on the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def _default_data(seed: int, clients: int) -> tuple[Tensor, Tensor]:
+    """Return random data, 24 samples for each client."""
+    random = np.random.default_rng([seed, 7])
+    inputs = random.normal(size=(24 * clients, FEATURES))
+    return torch.from_numpy(inputs), torch.from_numpy(random.integers(0, CLASSES, 24 * clients))

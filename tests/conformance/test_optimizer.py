@@ -1,0 +1,41 @@
+"""Optimizers of torch as halves: their steps, their states by lamina's names, and when they are created anew."""
+
+import pytest
+import torch
+
+import lamina
+
+ADAM = {"bias_correction": True, "v_init": 0.0, "tau": 1e-8, "beta2": 0.999}
+
+
+def test_the_moments_of_adam_are_compared_with_ours():
+    found = lamina.conform(lamina.FedAdam(amsgrad=True, **ADAM), torch.optim.Adam, options={"amsgrad": True})
+    assert (found.same, found.quantities, found.others) == (True, ("x", "m", "v", "v_hat"), ())
+
+
+def test_a_momentum_buffer_is_compared_with_the_sum_of_displacements():
+    found = lamina.conform("fedavgm", torch.optim.SGD, options={"momentum": 0.9})
+    assert (found.same, found.quantities, found.others) == (True, ("x", "b"), ())
+
+
+def test_an_optimizer_gets_our_rate_unless_it_has_one():
+    assert lamina.conform("fedavg", torch.optim.SGD, lr=0.3, steps=2).same
+    assert not lamina.conform("fedavg", torch.optim.SGD, lr=0.3, options={"lr": 0.2}, steps=2).same
+    assert lamina.conform(lamina.FedAvg(server_lr=0.4), torch.optim.SGD, half="server", steps=2).same
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("localadamw", {}), ("diloco", {"betas": (0.9, 0.95), "weight_decay": 0.1})]
+)
+def test_it_is_created_anew_in_each_round_unless_clients_keep_a_state(name, options):
+    """Local AdamW restarts; DiLoCo's clients keep their moments."""
+    assert lamina.conform(name, torch.optim.AdamW, options=options, steps=6, local_steps=2).same
+
+
+def test_an_optimizer_that_fails_is_named():
+    class Broken(torch.optim.SGD):
+        def step(self):
+            raise ZeroDivisionError("no step")
+
+    with pytest.raises(lamina.BadInput, match="Broken fails: ZeroDivisionError: no step"):
+        lamina.conform("fedavg", Broken)
