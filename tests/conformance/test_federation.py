@@ -190,6 +190,14 @@ def test_a_whole_client_may_return_its_model_and_further_uploads():
     assert lamina.conform("fedavg", client, steps=4, local_steps=2).quantities == ("y", "delta")
 
 
+def test_what_a_function_stores_or_returns_besides_is_left_out():
+    def step(y, grad, lr, state):
+        state.update(count=torch.tensor(3), log={"a": 1})
+        return {"y": y - lr * grad, "log": {"b": 2}}
+
+    assert lamina.conform("fedavg", step, steps=2).quantities == ("y",)
+
+
 def test_a_model_and_data_of_the_users_own():
     torch.manual_seed(0)
     model, data = torch.nn.Linear(3, 1), (torch.randn(40, 3), torch.randn(40, 1))

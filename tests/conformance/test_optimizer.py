@@ -39,3 +39,8 @@ def test_an_optimizer_that_fails_is_named():
 
     with pytest.raises(lamina.BadInput, match="Broken fails: ZeroDivisionError: no step"):
         lamina.conform("fedavg", Broken)
+
+
+def test_a_method_that_broadcasts_more_than_a_model_needs_a_function():
+    found = lamina.conform("fedlada", torch.optim.Adam)
+    assert found.notes[-1] == ("an optimizer does not get v, g_a, which our clients receive: give a function of them")

@@ -19,7 +19,9 @@ from lamina.base import rng
 from lamina.base.errors import BadInput
 from lamina.base.limits import check_count, check_number
 from lamina.base.registry import import_named
+from lamina.base.text import listed
 from lamina.conformance.feed import GivenData, RandomGradients, Source
+from lamina.conformance.optimizer import OptimizerHalf
 from lamina.conformance.target import MODEL, WORDS, Half, Target, as_vector, find_target, values_of
 from lamina.conformance.verdict import Comparison, Conformance
 from lamina.rounds.aggregation import Aggregation, as_aggregation, combine_uploads, combine_vectors, name_of
@@ -115,6 +117,7 @@ class Federation:
     aggregation: Aggregation
     weighting: str
     tolerance: float
+    unseen: list[str] = field(default_factory=list)  # fields of the broadcast that theirs does not get
     float_types: set[torch.dtype] = field(default_factory=set)  # of the model, as the other implementation returns it
 
     def run(self) -> Conformance:
@@ -176,6 +179,8 @@ class Federation:
             **values_of(down), "kept": kept, "state": self.states[c], "lr": self.lr, "round": number,
             "_quantity": "y", "_keeps_state": bool(kept),
         }  # fmt: skip
+        if isinstance(self.target.call, OptimizerHalf):
+            self.unseen = [name for name in values_of(down) if name != "x"]
         local = algorithm.begin(down, kept, info)
         start = their_y = local.y
         for k in range(1, steps + 1):
@@ -217,7 +222,12 @@ class Federation:
         for name, value in result.items():
             if name != model and not hasattr(value, "shape") and not isinstance(value, Mapping):
                 continue
-            theirs[name], kind = as_vector(value, layers, like, f"{name} of {self.target.description}")
+            try:
+                theirs[name], kind = as_vector(value, layers, like, f"{name} of {self.target.description}")
+            except BadInput:
+                if name == model:
+                    raise
+                continue  # something else that it stores or returns
             if name == model:
                 self.float_types.add(kind)
         if theirs[model].numel() != layers.size:
@@ -259,6 +269,8 @@ class Federation:
             yield f"that is {self.comparison.of_step:.2g} of the largest entry of our step"
         if self.comparison.ratio is not None:
             yield f"their step there is {self.comparison.ratio:.6g} times ours, in every coordinate"
+        if self.target.half == "local" and self.unseen:
+            yield f"an optimizer does not get {listed(self.unseen)}, which our clients receive: give a function of them"
         if torch.float64 not in self.float_types and difference.relative < 1e-5:
             kinds = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in self.float_types))
             yield f"theirs computes in {kinds}: --tolerance 1e-5 asks for agreement up to its rounding"

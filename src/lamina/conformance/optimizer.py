@@ -59,7 +59,7 @@ class OptimizerHalf:
             try:
                 state["optimizer"] = self.create(parameters, **({"lr": rate} if self.takes_lr else {}))
             except Exception as error:
-                raise BadInput(f"cannot create {self.name}: {describe_error(error)}") from error
+                raise BadInput(f"cannot create {self.name}(…): {describe_error(error)}") from error
             if not isinstance(state["optimizer"], torch.optim.Optimizer):
                 kind = type(state["optimizer"]).__name__
                 raise BadInput(f"{self.name} takes parameters, but creates no torch optimizer: it returns a {kind}")
