@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lamina
 from kinds import Functional
+from lamina.objective import dropout
 from lamina.objective.dropout import set_streams, with_streams
 from small_simulations import PARTS, assert_same, form, set_chunk, take_gpu_path
 
@@ -367,3 +368,15 @@ def test_attention_that_drops_everything_gives_its_bias(need_weights):
         assert torch.equal(ends[-1].out_proj.weight, model.attention.out_proj.weight)
         assert not torch.equal(ends[-1].out_proj.bias, model.attention.out_proj.bias)
     torch.testing.assert_close(ends[0].out_proj.bias, ends[1].out_proj.bias)
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 31), (6, 5), (12, 3, 3)])
+@pytest.mark.parametrize("clients", [1, 2])
+def test_masks_that_are_drawn_in_blocks_are_those_of_one_piece(shape, clients, monkeypatch):
+    layer = dropout.StreamDropout(0.3)
+    layer.streams = torch.tensor([3, -5])[:clients]
+    whole = layer.kept(shape, 0.3)
+    monkeypatch.setattr(dropout, "BLOCK_WORDS", 8)
+    layer.calls = 0
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert torch.equal(layer.kept(shape, 0.3), whole)

@@ -81,6 +81,17 @@ def words(stream: Ints, counter: Ints) -> Ints:
     return _mix(stream ^ counter)
 
 
+def words_into(out: torch.Tensor, scratch: torch.Tensor, stream: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+    """Write `words` of two tensors into `out` and return it; `scratch` is another tensor of that shape."""
+    torch.bitwise_xor(stream, counter, out=out)
+    for by, factor in ((30, _MIX1), (27, _MIX2), (31, 1)):  # `_mix`
+        torch.bitwise_right_shift(out, by, out=scratch)
+        out.bitwise_xor_(scratch.bitwise_and_((1 << (64 - by)) - 1))
+        if factor != 1:
+            out.mul_(factor)
+    return out
+
+
 def bits(stream: Ints, counter: Ints) -> Ints:
     """Return 53 bits for every ``stream`` x ``counter`` as non-negative int64, so that sorting agrees everywhere."""
     return _shift(fork(stream, counter), 11)

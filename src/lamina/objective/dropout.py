@@ -53,6 +53,9 @@ class FromStreams:
         of_clients, counter = self.next_call(shape)
         streams: Tensor = rng.fork(of_clients.reshape(-1, 1), counter)
         elements = math.prod(shape) // len(streams)
+        if self.streams is not None and self.streams.dim() and _is_cut(streams, elements):
+            drawn = _kept_in_blocks(streams, elements, lowest_kept(p)).reshape(shape)
+            return drawn & False if p == 1 else drawn
         counters = torch.arange((elements + 1) // 2, device=streams.device)
         words = rng.words(streams, counters)  # two numbers from one word
         if self.streams is not None and self.streams.dim() == 0:
@@ -71,6 +74,33 @@ class FromStreams:
             raise ValueError("the first axis of dropout's input does not hold the samples of the batch")
         self.calls += 1
         return self.streams, (self.number << CALL_BITS) + self.calls - 1
+
+
+BLOCK_WORDS = 32_768  # random words that a CPU's core draws at a time: they stay in its cache
+
+
+def _is_cut(streams: Tensor, elements: int) -> bool:
+    """Return whether the words of a mask are drawn in blocks: on a CPU, if there are many."""
+    return streams.device.type == "cpu" and streams.numel() * elements > 2 * BLOCK_WORDS
+
+
+def _kept_in_blocks(streams: Tensor, elements: int, lowest: int) -> Tensor:
+    """Return which elements [clients, elements] of the streams [clients, 1] stay, as `kept` draws them.
+
+    Drawing a word takes twelve operations, so whole vectors would pass through memory twelve times.
+    """
+    count = (elements + 1) // 2
+    width = min(count, max(1, BLOCK_WORDS * torch.get_num_threads() // len(streams)))
+    kept = streams.new_empty((len(streams), 2 * count), dtype=torch.bool)
+    counters = torch.arange(width)
+    words = [streams.new_empty((len(streams), width)) for _ in range(2)]
+    for first in range(0, count, width):
+        size = min(width, count - first)
+        block, scratch = (each.flatten()[: len(streams) * size].view(-1, size) for each in words)
+        rng.words_into(block, scratch, streams, counters[:size])
+        torch.ge(block.view(torch.int32), lowest, out=kept[:, 2 * first : 2 * (first + size)])
+        counters += width
+    return kept[:, :elements]
 
 
 _probe_rate: float | None = None  # see `dropping_half`
