@@ -116,8 +116,8 @@ every seed.
 
 Since 2026-11-16 lamina draws partial cohorts in a new way. These presets use it: FedLADA's with the simulator's
 protocol, the six three-epoch panels, `lamb-mnist-mlp-layers`, `lamb-no-sharing`, `lamb-theory-fmnist-cnn-noniid` and
-the presets `lamb-drafts-…`. All others are older: if you run one again, the same seed selects other clients, except
-where all take part."""
+the presets `lamb-drafts-…` and `layers-…`. All others are older: if you run one again, the same seed selects other
+clients, except where all take part."""
 
 
 def index(
