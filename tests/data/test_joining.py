@@ -3,9 +3,11 @@
 import logging
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import lamina
 from lamina.base.errors import BadInput
@@ -129,6 +131,9 @@ def test_a_partition_deals_the_samples_again():
         (tuple(map(torch_set, PAIRS[:2])), {}, "a pair of data sets: give a list for two clients"),
         (tuple(PAIRS[:2]), {}, r"for the data of two clients, give a list: \[\(x, y\), \(x, y\)\]"),
         ({}, {}, "the data of the clients are empty"),
+        ([DataLoader(torch_set(PAIRS[0]))] * 2, {}, "cannot read a DataLoader: give the data sets, loader.dataset"),
+        ({"a": pd.DataFrame(X), "b": pd.DataFrame(X)}, {}, "tables without named targets: give lamina.data.as_dataset"),
+        ([pd.DataFrame(X)] * 3, {}, "tables without named targets"),
         ({"train": PAIRS[0], "test": PAIRS[1]}, {}, "a dict of 'train' and 'test': pass them apart"),
         (PAIRS, {"clients": 3}, r"name the client of every sample .* leave clients out"),
         (PAIRS, {"test": [*PAIRS, PAIRS[0]]}, "client 3 has test data but no training data .clients: 0, 1, 2"),

@@ -235,9 +235,10 @@ class TrainedRun:
         columns = self._like.column_names.get("x", ())
         if self.preprocessing is not None:
             columns = tuple(column.name for column in self.preprocessing.columns)
-            if not (is_frame(x) or isinstance(x, Mapping | Dataset)) and getattr(x, "ndim", 0) > 1:
-                log.warning("an array is taken as features that are prepared already: for raw values, give a table")
         x = _as_table(x, columns) if columns else x
+        is_array = isinstance(x, list) or (getattr(x, "ndim", 0) > 1 and not is_frame(x))
+        if self.preprocessing is not None and is_array:
+            log.warning("an array is taken as features that are prepared already: for raw values, give a table")
         if self.preprocessing is not None and is_frame(x):
             x = self.preprocessing.transform(x)
         data = with_mask(new_inputs(x, self._like), self.model)

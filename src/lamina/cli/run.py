@@ -44,13 +44,16 @@ def run(
     is_again = file.suffix == ".json"
     experiment = again.load_again(file, overrides or []) if is_again else load(file, overrides or [])
     name, seed, rounds = experiment.algorithm.name, experiment.train.seed, experiment.train.rounds
+    is_beside = is_again and out_folder is None and experiment.run.out is None
     if out_folder is not None:
         path = out_folder
-    elif is_again:
+    elif is_beside:
         path = again.folder_of_again(file, overwrite=overwrite)
     else:
         path = Path(experiment.run.out or f"runs/{file.stem}-{name.replace(':', '.')}-seed{seed}")
-    how_to_resume = base.how_to_resume(overwrite) + f" with --out {path}" * (is_again and out_folder is None)
+    how_to_resume = base.how_to_resume(overwrite) + f" with --out {path}" * (
+        is_again and out_folder is None and experiment.run.out is None
+    )
     experiment, ranks = running.join_ranks(experiment)
     base.be_quiet(quiet or ranks.rank > 0)
     events = TensorBoard(path) if tensorboard and ranks.rank == 0 else None  # names a missing package at once

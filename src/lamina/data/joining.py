@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from lamina.base.errors import BadInput, is_whole
 from lamina.data import hub
+from lamina.data.convert import is_frame
 from lamina.data.dataset import Dataset, as_dataset
 from lamina.data.mapped import Mapped
 from lamina.objective.batch import Inputs, map_batch, named_tensors, tensors
@@ -25,6 +26,7 @@ def as_data(given: Any, name: str = "data") -> Dataset:
 
     A pair of arrays is (x, y). A list of data sets has one per client, numbered from 0; the keys of a dict name them.
     """
+    _refuse_unread(given)
     if isinstance(given, Mapping) and not hub.is_hub_dataset(given):
         if {*given} == {"train", "test"}:
             raise BadInput("the data are a dict of 'train' and 'test': pass them apart, train and test=…")
@@ -58,6 +60,18 @@ def as_data(given: Any, name: str = "data") -> Dataset:
                 "data set per client"
             )
     return as_dataset(given, name=name)
+
+
+def _refuse_unread(given: Any) -> None:
+    """Refuse clients' data loaders, and tables whose targets are not named."""
+    items = list(given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else ())
+    if any(isinstance(item, torch.utils.data.DataLoader) for item in items):
+        raise BadInput("cannot read a DataLoader: give the data sets, loader.dataset; lamina draws the batches")
+    if items and all(map(is_frame, items)) and (isinstance(given, Mapping) or len(items) != 2):  # two may be (x, y)
+        raise BadInput(
+            'the data are tables without named targets: give lamina.data.as_dataset(table, y="price") for every client '
+            "(with preprocessing, one that is fitted once), or one table with a column of clients"
+        )
 
 
 def _is_data_set(item: Any) -> bool:

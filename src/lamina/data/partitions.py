@@ -78,8 +78,8 @@ class _Dealt:
         """Share the samples; see `Partition.split`."""
         if self.needs_labels and (labels is None or np.ndim(labels) != 1 or np.asarray(labels).dtype.kind not in "iu"):
             raise BadInput(
-                f"{self.name} needs one class per sample, which regression data and maps lack; use iid, or give "
-                "one-hot labels as class numbers, y.argmax(1)"
+                f"{self.name} needs one class per sample, which regression data, maps and several targets lack; use "
+                "iid, a column or lists of indices, or give one-hot labels as class numbers, y.argmax(1)"
             )
         labels = np.zeros(samples or 0, np.int64) if labels is None else np.asarray(labels)
         clients = check_count(f"{self.name}: clients", clients, MOST_CLIENTS)

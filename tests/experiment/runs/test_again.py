@@ -62,7 +62,8 @@ def test_it_is_never_resumed_or_replaced_silently(first, capsys):
     assert lamina_run(first / "config.json", "--out", "runs/x-again") == 0  # complete
     assert lamina_run(first / "config.json", "--overwrite") == 0
     assert lamina_run(first / "config.json", "--out", "runs/third") == 0
-    assert len(find_records(["runs"])) == 3
+    assert lamina_run(first / "config.json", "--set", "run.out=runs/fourth") == 0
+    assert len(find_records(["runs"])) == 4
 
 
 def test_what_differs_is_said(first, capsys):

@@ -69,6 +69,10 @@ def test_a_model_without_the_ids_of_its_decoder_says_how_to_give_them():
     for x in (X, {"input_ids": X}):
         with pytest.raises(lamina.BadInput, match=r"the model has a decoder: give x as .*'decoder_input_ids': …}"):
             simulate(EncoderDecoder(), (x, Y))
+    speech = EncoderDecoder()
+    speech.main_input_name = "input_features"
+    with pytest.raises(lamina.BadInput, match=r"give x as \{'input_features': …, 'decoder_input_ids': …}"):
+        simulate(speech, ({"input_ids": X}, Y))
     simulate(EncoderDecoder(), ({"input_ids": X, "decoder_input_ids": X}, Y)).run(1)
 
 

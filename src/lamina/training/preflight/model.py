@@ -65,7 +65,8 @@ def check_forward(run: DryRun) -> None:
     config = getattr(module, "config", None)
     decoder_inputs = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
     if getattr(config, "is_encoder_decoder", False) and not (isinstance(x, dict) and set(decoder_inputs) & set(x)):
-        reason += "; the model has a decoder: give x as {'input_ids': …, 'decoder_input_ids': …}, which "
+        inputs = getattr(module, "main_input_name", "input_ids")  # of Whisper, input_features
+        reason += f"; the model has a decoder: give x as {{'{inputs}': …, 'decoder_input_ids': …}}, which "
         reason += "model.prepare_decoder_input_ids_from_labels(y) makes of the targets"
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and any(v.dim() > 1 and v.shape[1] > positions for v in tensors(x)):
