@@ -216,8 +216,9 @@ def test_the_same_as_the_definition_with_several_bounds_and_steps(run_of):
     privacy = Privacy(0.5, 1e-3, 2.0, noise=Noise(b"fixed", 0.1))
     model = nn.Linear(5, 2, bias=False).double()
     run = lamina.Simulation(
-        model, (X, Y), "fedavg", clients=40, participation=0.25, local_steps=2, batch_size=None, lr=1.0, privacy=privacy
-    )
+        model, (X, Y), "fedavg", clients=40, participation=0.25, local_steps=2, batch_size=None, lr=1.0,
+        privacy=privacy, device="cpu",
+    )  # fmt: skip
     x, data, labels = model.weight.detach().numpy().copy(), X.numpy(), Y.numpy()
     for number in (1, 2):
         plan, total = run.plan.round(number), np.zeros_like(x)
