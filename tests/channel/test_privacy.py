@@ -207,7 +207,7 @@ def test_a_resumed_run_draws_the_same_noise_and_another_run_other_noise(run_of, 
     assert (tmp_path / "secret").read_bytes().hex() not in written
     assert (tmp_path / "secret").stat().st_mode & 0o077 == 0
     (tmp_path / "secret").unlink()
-    with pytest.raises(BadInput, match="noise_id"):
+    with pytest.raises(BadInput, match="drawn from another secret"):
         run_of("scaffold", out=tmp_path / "part", privacy=shared).run(6)
 
 
@@ -257,6 +257,7 @@ def test_the_same_as_the_definition_with_several_bounds_and_steps(run_of):
         ({"privacy": {"noise_multiplier": None}}, "without 'epsilon' the noise is not known"),
         ({"privacy": {"noise_multiplier": None, "epsilon": 1.0}}, "without 'rounds' the noise is not known"),
         ({"privacy": {"noise_multiplier": None, "epsilon": 1e-9, "rounds": 10, "delta": 1e-9}}, "cannot be reached"),
+        ({"privacy": {"epsilon": 0.5}}, "epsilon = 0.5 allows no round, for with noise_multiplier = 2 the first one"),
         ({"privacy": {"sigma": 1.0}}, "privacy has no option 'sigma'"),
     ],
     ids=lambda value: str(value)[:40],
