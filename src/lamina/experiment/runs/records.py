@@ -132,8 +132,9 @@ def has_no_budget(history: History, config: Mapping[str, Any]) -> bool:
     budget, noise = privacy.get("epsilon"), privacy.get("noise_multiplier")
     if budget is None or noise is None:
         return False
-    how = {name: train[name] for name in ("participation", "sampling", "cohort_cap", "min_separation")}
-    how |= {name: privacy[name] for name in ("secret_cohorts", "bands")}
+    settings = {**train, **privacy}
+    names = ("participation", "sampling", "cohort_cap", "min_separation", "secret_cohorts", "bands")
+    how = {name: settings[name] for name in names if name in settings}
     with contextlib.suppress(BadInput):  # without dp-accounting, which only training needs, it is not known
         accountant = Accountant(noise, privacy["delta"], _trained_clients(config["data"]), **how)
         return accountant.epsilon(len(history) + 1) > float(budget)
