@@ -60,6 +60,7 @@ def test_the_update_is_the_papers(run_of, monkeypatch):
         lr=0.5,
         engine="loop",
         privacy=privacy,
+        device="cpu",
     )  # fmt: skip
     parts = []
     for number in range(1, 8):

@@ -145,7 +145,7 @@ def test_fedams_on_the_server_with_a_codec_is_fedcams(codec):
     algorithm = lamina.algorithms.create("fedams_server", "option2", beta1=0.9, beta2=0.99, server_lr=0.5)
     run = simulation(
         algorithm, model=nn.Linear(5, 3).double(), channel=Channel(codec, feedback=True), weighting="clients",
-        batch_size=None, local_steps=2, lr=0.1, clients=PARTS, seed=3,
+        batch_size=None, local_steps=2, lr=0.1, clients=PARTS, seed=3, device="cpu",
     )  # fmt: skip
     x, y = run.state.server.x.numpy().copy(), Y.numpy()
     inputs = np.concatenate([X.numpy(), np.ones((len(X), 1))], 1)

@@ -207,7 +207,7 @@ def test_a_resumed_run_draws_the_same_noise_and_another_run_other_noise(run_of, 
     assert (tmp_path / "secret").read_bytes().hex() not in written
     assert (tmp_path / "secret").stat().st_mode & 0o077 == 0
     (tmp_path / "secret").unlink()
-    with pytest.raises(BadInput, match="noise_id"):
+    with pytest.raises(BadInput, match="drawn from another secret"):
         run_of("scaffold", out=tmp_path / "part", privacy=shared).run(6)
 
 
@@ -216,8 +216,9 @@ def test_the_same_as_the_definition_with_several_bounds_and_steps(run_of):
     privacy = Privacy(0.5, 1e-3, 2.0, noise=Noise(b"fixed", 0.1))
     model = nn.Linear(5, 2, bias=False).double()
     run = lamina.Simulation(
-        model, (X, Y), "fedavg", clients=40, participation=0.25, local_steps=2, batch_size=None, lr=1.0, privacy=privacy
-    )
+        model, (X, Y), "fedavg", clients=40, participation=0.25, local_steps=2, batch_size=None, lr=1.0,
+        privacy=privacy, device="cpu",
+    )  # fmt: skip
     x, data, labels = model.weight.detach().numpy().copy(), X.numpy(), Y.numpy()
     for number in (1, 2):
         plan, total = run.plan.round(number), np.zeros_like(x)
@@ -256,6 +257,7 @@ def test_the_same_as_the_definition_with_several_bounds_and_steps(run_of):
         ({"privacy": {"noise_multiplier": None}}, "without 'epsilon' the noise is not known"),
         ({"privacy": {"noise_multiplier": None, "epsilon": 1.0}}, "without 'rounds' the noise is not known"),
         ({"privacy": {"noise_multiplier": None, "epsilon": 1e-9, "rounds": 10, "delta": 1e-9}}, "cannot be reached"),
+        ({"privacy": {"epsilon": 0.5}}, "epsilon = 0.5 allows no round, for with noise_multiplier = 2 the first one"),
         ({"privacy": {"sigma": 1.0}}, "privacy has no option 'sigma'"),
     ],
     ids=lambda value: str(value)[:40],

@@ -53,7 +53,7 @@ def test_an_error_has_exit_code_1(private, capsys, monkeypatch):
         (["small.toml"], "'small.toml' has no [privacy]: there is nothing to audit"),
         (["private.toml", "--runs", "3"], "runs = 3 with 4 canaries each show next to nothing: take at least 25"),
         (["private.toml", "--runs", "0"], "--runs"),
-        (["private.toml", "--set", "privacy.epsilon=1.0"], "exceed the privacy budget, which is spent after 0 rounds"),
+        (["private.toml", "--set", "privacy.epsilon=1.0"], "privacy: epsilon = 1 allows no round"),
         (["nowhere.toml"], "cannot read the experiment file 'nowhere.toml'"),
     ],
 )

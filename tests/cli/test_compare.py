@@ -15,6 +15,9 @@ from lamina import History, algorithms
 from lamina.cli import base
 from lamina.cli.compare import comparison_table
 from lamina.data.drawing import save_picture
+from lamina.experiment.config import load
+from lamina.experiment.trials.trials import Job, has_ended
+from lamina.privacy.accounting import Accountant
 from lamina.report.figures import comparison_figure
 
 
@@ -76,6 +79,20 @@ def test_compare_uses_real_seeds_the_cards_rates_and_the_algorithm_section(here,
     assert config["algorithms"]["fedlamb"]["decay"] == 0.01
     assert call("compare", "small.toml", "--algorithms", "fedavg", "--seeds", "1", "--out", "d") == 0
     assert "train.lr = 0.02 is used for fedavg" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_runs_that_their_privacy_budget_stops_are_complete(here, capsys):
+    budget = Accountant(2.0, 1e-3, 8).epsilon(2) * (1 + 1e-9)
+    (here / "private.toml").write_text(
+        'extends = "small.toml"\n[train]\nlocal_steps = 1\nparticipation = 1.0\nrounds = 9\n[privacy]\nbound = 0.5\n'
+        f'noise_multiplier = 2.0\nepsilon = {budget}\ndelta = 1e-3\nsecret = "secret"\n'
+    )
+    arguments = ["private.toml", "--algorithms", "fedavg", "--seeds", "1", *sets("compare.grid.fedavg.lr=[0.05]")]
+    assert call("compare", *arguments, "--out", "c") == 0
+    assert re.fullmatch(r"fedavg, lr 0.05, seed 0: final test accuracy [\d.]+\n", capsys.readouterr().err)
+    experiment = load(here / "private.toml")
+    assert has_ended(Job(experiment, here / "c" / "fedavg" / "seed0", "", tuning=False, algorithm="fedavg"))
 
 
 def test_compare_does_not_write_into_a_runs_folder(here, capsys):

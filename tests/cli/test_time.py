@@ -49,6 +49,20 @@ def test_a_clock_of_the_file_and_the_runs_own(runs, capsys):
     assert cells(capsys.readouterr().out)[1][2:] == own[2:]
 
 
+def test_a_private_run_has_the_time_that_its_rows_leave_out(runs, capsys):
+    clock = '[train]\nlocal_steps = 2\n[clock]\nname = "home"\nstep_seconds = 2\n'
+    (runs / "open.toml").write_text(f'extends = "small.toml"\n{clock}')
+    private = '[privacy]\nbound = 0.5\nnoise_multiplier = 2.0\ndelta = 1e-3\nsecret = "secret"\n'
+    (runs / "private.toml").write_text(f'extends = "small.toml"\n{clock}{private}')
+    times = []
+    for name in ("open", "private"):
+        assert call("run", f"{name}.toml", "--out", name, "-q") == 0
+        assert call("time", name) == 0
+        times.append(cells(capsys.readouterr().out)[1][1:5])
+    assert times[0] == times[1]
+    assert "clock_seconds" not in (runs / "private" / "metrics.jsonl").read_text()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "message"),

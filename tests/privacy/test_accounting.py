@@ -310,8 +310,8 @@ def test_several_bounds_are_one_mechanism():
         (lambda: Accountant(1.0, DELTA, 10, min_separation=0), "min_separation"),
         (lambda: Accountant(1.0, DELTA, 10, bands=0), "bands"),
         (lambda: Accountant(1.0, DELTA, 10).epsilon(-1), "rounds"),
-        (lambda: noise_for(0.0, DELTA, 10, 10), "target_epsilon"),
-        (lambda: noise_for(1e-7, 1e-9, 10, 10), "target_epsilon = 1e-07 at delta = 1e-09 cannot be reached in 10"),
+        (lambda: noise_for(0.0, DELTA, 10, 10), "epsilon = 0"),
+        (lambda: noise_for(1e-7, 1e-9, 10, 10), "epsilon = 1e-07 at delta = 1e-09 cannot be reached in 10"),
     ],
 )
 def test_impossible_accounts_are_refused_in_one_line(call, text):

@@ -13,6 +13,8 @@ from helpers import Killed
 from lamina.algorithms.scaffold import Up
 from lamina.base.errors import BadInput
 from lamina.engines.ranks import Ranks
+from lamina.experiment.runs.records import has_no_budget, read_record
+from lamina.privacy.accounting import Accountant
 from lamina.rounds.settings import TrainSettings
 from lamina.storage.checkpoint import Checkpoints
 from lamina.storage.identity import of_run
@@ -123,6 +125,16 @@ def test_a_resumed_run_needs_its_ledger(run_of, tmp_path):
     shutil.rmtree(tmp_path / "secret.releases")
     with pytest.raises(BadInput, match="lacks round 2, which this run has finished"):
         run_of(out=tmp_path / "run").run(3)
+
+
+@pytest.mark.parametrize(("heldout", "clients"), [(None, 20), ([1, 2, 3], 17), (0.3, 14)])
+def test_a_run_that_its_budget_has_stopped_is_complete(run_of, tmp_path, heldout, clients):
+    accountant = Accountant(2.0, 1e-3, clients, participation=0.25)
+    budget = {"epsilon": accountant.epsilon(3) * (1 + 1e-9)}
+    run_of(privacy=budget, heldout_clients=heldout, out=tmp_path / "run").run(20)
+    record = read_record(tmp_path / "run")
+    assert (len(record.history), record.complete) == (3, True)
+    assert not has_no_budget(record.history[:2], record.config)
 
 
 def test_the_tag_depends_on_every_part_of_a_release(run_of):

@@ -104,12 +104,16 @@ def show(name: Annotated[str, typer.Argument(help="an algorithm, an experiment f
 def _show_run(folder: Path) -> None:
     """Show what a run trains, how far it is, its last and its best value, and how its model is used."""
     from lamina.experiment.runs.folder import summary
-    from lamina.experiment.runs.records import read_record
+    from lamina.experiment.runs.records import has_no_budget, read_record
 
     record = read_record(folder)
     history, rounds = record.history, record.config["train"]["rounds"]
     echo(summary(record.config))
-    complete = "complete" if len(history) >= rounds else "complete: stopped early, as train.patience says"
+    complete = "complete"
+    if len(history) < rounds:
+        spent = has_no_budget(history, record.config)
+        why = "one more round would exceed the privacy budget" if spent else "as train.patience says"
+        complete += f": stopped early, {why}"
     state = f"diverged: {record.diverged}" if record.diverged else complete if record.complete else "not complete"
     echo(f"{len(history)} of {rounds} rounds, {state}")
     metric = history.metric

@@ -73,7 +73,11 @@ def run(
                 raise folder.diverged
             train = experiment.train
             has_stalled = folder.history.has_stalled(train.patience, experiment.run.evaluate_every)
-            base.print_complete(path, folder.history, "train.patience" if has_stalled else "train.rounds")
+            if len(folder.history) < train.rounds and not has_stalled:
+                spent = plural(len(folder.history), "round")
+                echo(f"{path}/ is complete: {spent}; one more would exceed the privacy budget")
+            else:
+                base.print_complete(path, folder.history, "train.patience" if has_stalled else "train.rounds")
             return
         done = running.resume([simulation], [folder])
         if done:

@@ -184,7 +184,7 @@ def noise_for(epsilon: float, delta: float, rounds: int, clients: int, **partici
     """Return the least noise multiplier, to 0.1 %, with which `rounds` rounds stay within (ε, δ)."""
     from scipy.optimize import brentq  # dp_accounting needs scipy, too
 
-    check_number("target_epsilon", epsilon, above=0)
+    check_number("epsilon", epsilon, above=0)
     check_count("rounds", rounds)
     accountant = Accountant(1.0, delta, clients, **participation)
 
@@ -197,7 +197,7 @@ def noise_for(epsilon: float, delta: float, rounds: int, clients: int, **partici
         high += math.log(2)
         if high > math.log(MOST_NOISE):
             raise BadInput(
-                f"target_epsilon = {epsilon:g} at delta = {delta:g} cannot be reached in {plural(rounds, 'round')}: "
+                f"epsilon = {epsilon:g} at delta = {delta:g} cannot be reached in {plural(rounds, 'round')}: "
                 f"even the noise multiplier {math.exp(high) / 2:.0f} gives more; raise it, or train fewer rounds"
             )
     low = high - math.log(2)

@@ -153,6 +153,8 @@ def _in_label(key: str, name: str, value: Any) -> str:
         return as_channel(value).label
     if key == "channel.feedback":
         return "feedback" if value else "no feedback"
+    if key == "privacy.epsilon" and value is None:
+        return "no privacy budget"
     return text(value) if key.endswith(".name") else f"{name} {text(value)}"
 
 

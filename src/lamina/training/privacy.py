@@ -92,7 +92,13 @@ def accountant_of(protocol: TrainSettings, clients: int) -> Accountant | None:
     if privacy is None:
         return None
     assert privacy.noise_multiplier is not None
-    return Accountant(privacy.noise_multiplier, privacy.delta, clients, **_participation(protocol, privacy))
+    accountant = Accountant(privacy.noise_multiplier, privacy.delta, clients, **_participation(protocol, privacy))
+    if privacy.epsilon is not None and (first := accountant.epsilon(1)) > privacy.epsilon:
+        raise BadInput(
+            f"privacy: epsilon = {privacy.epsilon:g} allows no round, for with noise_multiplier = "
+            f"{privacy.noise_multiplier:g} the first one spends {first:.3g}: raise one of them"
+        )
+    return accountant
 
 
 def check_privacy(algorithm: Algorithm, objective: Objective, plan: Plan, recorded: Mapping[str, Any]) -> None:

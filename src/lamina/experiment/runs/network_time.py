@@ -34,14 +34,17 @@ def with_clock(record: Record, clock: Clock | None = None) -> Record:
     """Return a run with the column ``clock_seconds`` of a clock; None: of its own, which it must have."""
     try:
         own = as_clock(record.config.get("clock"))
-        if clock is None and own is None:
-            raise BadInput("the run has no clock: give one, --clock 4g")
         if clock is not None and clock.chooses:
             raise BadInput("the cohorts of a finished run are fixed: take deadline and over_select out of the clock")
         if clock is None:
-            if len(record.history):
-                record.history.array("clock_seconds")  # refuses a history without it
-            return record
+            if own is None:
+                raise BadInput("the run has no clock: give one, --clock 4g")
+            is_hidden = "privacy" in record.config and "clock_seconds" not in record.history.columns
+            if not is_hidden:
+                if len(record.history):
+                    record.history.array("clock_seconds")  # refuses a history without it
+                return record
+            clock = own
         return dataclasses.replace(record, history=_timed(record, clock, own))
     except BadInput as error:
         raise BadInput(f"'{record.folder}': {error}") from error

@@ -18,6 +18,7 @@ from lamina.base.text import listed
 from lamina.engines.choice import ENGINES, EngineName
 from lamina.experiment.runs.metrics_file import MetricsFile, open_to_read
 from lamina.experiment.toml import leaves
+from lamina.privacy.accounting import Accountant
 from lamina.storage import identity
 from lamina.storage.files import check_writable, writing_to
 from lamina.storage.leases import is_lease, take
@@ -76,7 +77,7 @@ class Record:
 
     @property
     def complete(self) -> bool:
-        """Return whether it ran all its rounds, or stopped early as its patience says."""
+        """Return whether it ran all its rounds, or stopped early as its patience or its privacy budget says."""
         return self.diverged is None and has_all_rounds(self.history, self.config)
 
     @property
@@ -120,9 +121,32 @@ def has_all_rounds(history: History, config: Mapping[str, Any]) -> bool:
     """
     rounds, patience = int(config["train"]["rounds"]), config["train"].get("patience")
     every = int(config.get("run", {}).get("evaluate_every", 1))
-    if len(history) >= rounds or patience is None:
-        return len(history) >= rounds
-    return History(history.rows, read_primary(config)).has_stalled(patience, every)
+    if len(history) >= rounds or has_no_budget(history, config):
+        return True
+    return patience is not None and History(history.rows, read_primary(config)).has_stalled(patience, every)
+
+
+def has_no_budget(history: History, config: Mapping[str, Any]) -> bool:
+    """Return whether one more round of a run would exceed the privacy budget that its configuration gives."""
+    privacy, train = config.get("privacy") or {}, config["train"]
+    budget, noise = privacy.get("epsilon"), privacy.get("noise_multiplier")
+    if budget is None or noise is None:
+        return False
+    settings = {**train, **privacy}
+    names = ("participation", "sampling", "cohort_cap", "min_separation", "secret_cohorts", "bands")
+    how = {name: settings[name] for name in names if name in settings}
+    with contextlib.suppress(BadInput):  # without dp-accounting, which only training needs, it is not known
+        accountant = Accountant(noise, privacy["delta"], _trained_clients(config["data"]), **how)
+        return accountant.epsilon(len(history) + 1) > float(budget)
+    return False
+
+
+def _trained_clients(data: Mapping[str, Any]) -> int:
+    """Return how many clients train, by a configuration of the data."""
+    count, heldout = int(data["clients"]), data.get("heldout_clients")
+    if isinstance(heldout, list):
+        return count - len(set(heldout))
+    return count if heldout is None else count - max(1, round(heldout * count))
 
 
 def find_records(paths: Iterable[str | Path], known: dict[Path, MetricsFile] | None = None) -> list[Record]:
@@ -235,6 +259,8 @@ def flatten(tree: Mapping[str, Any], values: Collection[str] = ()) -> dict[str, 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int) -> str:
     """Return the keys that tell two runs apart, in a line with both values; empty if it is the same run.
 
+    If the secret of the noise alone differs, the line says what to do.
+
     Args:
         stored: the configuration in a run's folder.
         now: the configuration of the run that is to use the folder.
@@ -249,6 +275,9 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int
     for flat in (a, b):
         for key in [key for key in flat if key.startswith(("compare.", "code."))]:
             del flat[key]
+    noise = "privacy.noise_id"
+    if a.get(noise) != b.get(noise) and {**a, noise: ""} == {**b, noise: ""}:
+        return "its noise is drawn from another secret: bring that one and its ledger (privacy.secret) to resume it"
     return identity.differences(a, b)
 
 

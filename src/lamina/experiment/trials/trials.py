@@ -26,6 +26,7 @@ from lamina.experiment.runs.records import (
     REPLACED,
     Record,
     check_folder,
+    has_no_budget,
     kept_engine,
     names_in,
     read_record,
@@ -393,8 +394,11 @@ def has_ended(job: Job) -> bool:
         return True
     if not (job.folder / "model.safetensors").exists():
         return False
-    history, experiment = read_record(job.folder).history, job.experiment
-    return len(history) >= job.rounds or history.has_stalled(experiment.train.patience, experiment.run.evaluate_every)
+    record, experiment = read_record(job.folder), job.experiment
+    history, every = record.history, experiment.run.evaluate_every
+    if len(history) >= job.rounds or has_no_budget(history, record.config):
+        return True
+    return history.has_stalled(experiment.train.patience, every)
 
 
 def stackable(runs: list[_Open]) -> list[list[_Open]]:
