@@ -63,9 +63,10 @@ def test_the_stacked_engine_agrees_with_the_loop(algorithm, codec, feedback):
 
 @pytest.mark.long
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_the_captured_engine_agrees_with_the_loop(codec):
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedlamb", "mimelamb", "fedlada"])
+def test_the_captured_engine_agrees_with_the_loop(name, codec):
     """On a CPU its steps are not captured, but its rows and their order are those of a GPU."""
-    runs = [simulation("fedlada", e, channel=Channel(codec, feedback=True)) for e in ("loop", "captured")]
+    runs = [simulation(name, e, channel=Channel(codec, feedback=True)) for e in ("loop", "captured")]
     for run in runs:
         run.run(2)
     assert_same(*runs)
@@ -86,6 +87,23 @@ def test_members_of_a_population_end_as_if_they_ran_alone():
     lamina.Population(together).run(3)
     for one, other in zip(together, alone, strict=True):
         other.run(3)
+        assert_same(one, other)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedlamb", "mimelamb", "fedlada"])
+def test_a_population_agrees_with_its_members_alone(name, codec):
+    members, alone = (
+        [
+            simulation(name, "stacked", seed=i, lr=0.01 * (1 + i), channel=Channel(codec, feedback=True))
+            for i in range(2)
+        ]
+        for _ in range(2)
+    )
+    lamina.Population(members).run(2)
+    for one, other in zip(members, alone, strict=True):
+        other.run(2)
         assert_same(one, other)
 
 

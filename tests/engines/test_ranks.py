@@ -17,6 +17,7 @@ import kinds
 import lamina
 from helpers import processes
 from lamina.algorithms.contract import Displacement
+from lamina.channel.codecs import CODECS
 from lamina.channel.privacy import Noise, Privacy
 from lamina.engines.ranks import Ranks
 from lamina.engines.state import RoundSums
@@ -37,6 +38,8 @@ ALGORITHMS = {
     "fedsam": FedSam,
     "ditto": Ditto,
     "fednova": lambda: lamina.FedNova(momentum=0.5),
+    "fedavg": lambda: lamina.FedAvg(),
+    "mimelamb": lambda: lamina.MimeLamb(),
 }
 # 3 of 5 clients active, and 1 of 5: with three ranks some have nothing to do
 CASES = [
@@ -58,6 +61,7 @@ CASES = [
     ("ditto", "own models", 0.6),
     ("scaffold", "channel", 0.6),
     ("fedlada", "channel", 1.0),
+    *((name, codec, 0.6) for name in ("fedavg", "scaffold", "fedlamb", "mimelamb", "fedlada") for codec in CODECS),
     ("fedlamb", "noise", 0.6),
     ("fedlada", "segmentation", 1.0),
     *((None, kind, 0.7) for kind in kinds.KINDS if kind not in ("dict", "tuple", "segmentation")),
@@ -82,6 +86,9 @@ def run_case(name, kind, share):
         run = simulation("mlp", ALGORITHMS[name](), "stacked", participation=share, local_test=0.3)
     elif kind == "channel":
         channel = {"codec": [{"name": "topk", "share": 0.3}, "qsgd"], "feedback": True, "down": "bf16"}
+        run = simulation("mlp", ALGORITHMS[name](), "stacked", participation=share, channel=channel)
+    elif kind in CODECS:
+        channel = {"codec": kind, "feedback": True}
         run = simulation("mlp", ALGORITHMS[name](), "stacked", participation=share, channel=channel)
     elif kind == "noise":
         privacy = Privacy(0.1, 1e-3, 1.0, quantile=0.4, noise=Noise(b"fixed", 0.3, count_deviation=0.1))
