@@ -26,6 +26,7 @@ from lamina.experiment.runs.records import Record, find_records, flatten, read_j
 from lamina.experiment.trials import claims, reproduction
 from lamina.experiment.trials.settings import Range
 from lamina.experiment.trials.trial import Trial
+from lamina.rounds.clock import as_clock
 from lamina.storage.files import as_json, write_json
 from lamina.training.history import LAST_ROUNDS, History, Row
 from lamina.training.metrics import DIAGNOSTICS
@@ -34,7 +35,7 @@ MIME_IS = " (in the Fed-LAMB paper's sense)"  # the index explains it once, so l
 RESULTS = Path(__file__).parent / "results"
 WHOLE = ["algorithm", "learning_rate", "seed", "round"]  # columns that are not rounded
 COLUMNS = ["accuracy", "loss", "train_loss", "consistency", "update_norm", "bytes_down", "bytes_up", "client_accuracy"]
-COLUMNS += [column for columns in DIAGNOSTICS.values() for column in columns]
+COLUMNS += [column for columns in DIAGNOSTICS.values() for column in columns] + ["clock_seconds"]
 # Significant digits; above LARGE bytes, fewer digits, then only the accuracy of some rounds.
 DIGITS, FEWER_DIGITS, LARGE = 5, 4, 300_000
 # what says where a run was made, not what it computes
@@ -252,6 +253,9 @@ def defaults_filled(experiment: Experiment) -> dict[str, Any]:
         config["data"]["partition"] |= {"base": "iid", **experiment.data.partition.options()}
     config["model"] = {**models.registry()[experiment.model.name].options, **config["model"]}
     config["train"]["schedule"] |= vars(build_schedule(experiment))
+    if experiment.clock is not None:
+        clock = as_clock(experiment.clock.table())
+        config["clock"] |= clock.record() if clock else {}
     return config
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -182,6 +183,8 @@ def line_looks(lines: Sequence[Line]) -> dict[Line, int]:
     looks: dict[Line, int] = {}
     for v, name in lines:
         look = COLOUR.get(name, 2) + len(COLOURS) * variants.index(v)
+        if look in looks.values() and name not in COLOUR:  # the next that is free, with other dashes
+            look = next(i for i in itertools.count(look + len(COLOURS)) if i not in looks.values())
         while look in looks.values():  # methods of two papers in one figure
             look += len(COLOURS)
         looks[v, name] = look

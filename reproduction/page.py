@@ -1,8 +1,8 @@
 """Write docs/reproduction and its figures: ``python reproduction/page.py``.
 
-The report tests the central claims, the index counts all verdicts, and each preset with a record has a page in the
-appendix. Everything measured comes from reproduction/results; reproduction/report.md has the report's prose,
-central.toml its claims, and notes.toml the notes of the presets.
+The report tests the central claims, the index counts all verdicts, each preset with a record has a page in the
+appendix, and adaptive.md compares the locally adaptive methods. Everything measured comes from reproduction/results;
+reproduction/report.md has the report's prose, central.toml its claims, and notes.toml the notes of the presets.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import adaptive
 from appendix import preset_page
 from figures import save, save_figures
 from record import Result, judged, read_results
@@ -47,9 +48,12 @@ def main() -> None:
         (arguments.pages / name).write_text(text, encoding="utf-8")
     figures = save_figures(results, arguments.pages / "figures")
     if arguments.results == HERE / "results":  # the central claims are about these records
-        central = read_central({result.name: findings_of(result, reproduction.papers()) for result in results})
+        findings = {result.name: findings_of(result, reproduction.papers()) for result in results}
+        central = read_central(findings)
         (arguments.pages / "report.md").write_text(report(central), encoding="utf-8")
         save(forest_plot(central), arguments.pages / "figures" / "report.png", digest(central))
+        (arguments.pages / "adaptive.md").write_text(adaptive.page(results, findings), encoding="utf-8")
+        save(adaptive.picture(results, findings), arguments.pages / adaptive.PICTURE, adaptive.digest(results))
     print(f"wrote {len(pages)} pages and {len(figures)} figures to {arguments.pages}")
 
 

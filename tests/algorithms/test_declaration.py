@@ -34,6 +34,8 @@ def test_what_an_option_accepts_in_words(name, option, words):
         (lambda: algorithms.create("fedlamb", sync=1), "true or false"),
         (lambda: algorithms.create("fedavg", server_lr=0), "server_lr = 0 is not a number > 0"),
         (lambda: algorithms.create("fedavg", server_lr="big"), "server_lr = 'big'"),
+        (lambda: algorithms.create("fedsam", rho=float("inf")), "rho = inf is not finite: give a number >= 0"),
+        (lambda: algorithms.create("fedprox", mu=float("inf")), "mu = inf is not finite: give a number >= 0"),
     ],
 )
 def test_values_that_an_option_does_not_accept_are_refused_in_one_line(call, text):

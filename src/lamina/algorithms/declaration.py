@@ -121,3 +121,9 @@ def _check_options(self: Algorithm) -> None:
         value = getattr(self, name)
         if not _fits(value, hints[name], field.metadata):
             raise BadInput(f"{cls.__name__}: {name} = {short_repr(value)} is not {allowed(cls, name)}")
+        if _is_infinite(value) and not _is_infinite(field.default):  # an infinite default says that there is no limit
+            raise BadInput(f"{cls.__name__}: {name} = {value} is not finite: give {allowed(cls, name)}")
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and math.isinf(value)

@@ -280,6 +280,20 @@ def test_a_wrong_channel_or_privacy_of_an_entry_is_one_line(here, capsys, option
     assert printed.count("\n") == 1
 
 
+def test_a_model_that_a_method_cannot_train_is_refused_before_anything_runs():
+    class Scale(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return x * self.factor
+
+    with pytest.raises(lamina.BadInput, match=r"FedMuon orthogonalises matrices, and no trained tensor"):
+        lamina.compare(Scale(), DATA, ["fedavg", "fedmuon"], **OF_TWO_RATES, clients=4, out="c")
+    assert not list(Path("c").rglob("metrics.jsonl"))
+
+
 # --- clients ----------------------------------------------------------------------------------------------------------
 
 

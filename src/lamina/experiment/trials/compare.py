@@ -70,9 +70,10 @@ class Comparison(Trials):
         first = with_algorithm(experiment, spec.algorithms[0])
         every = [with_algorithm(experiment, name) for name in spec.algorithms]
         simulation = self._load(first, every)
-        for each in every:  # refuses patterns of private parts that fit no name, before anything runs
+        for each in every:  # refuses patterns of private parts that fit no name, and a model that a method cannot train
             _, protocol, *_ = build_parts(each)
-            Objective(copy_module(simulation.objective.module), protocol.loss, protocol.private)
+            objective = Objective(copy_module(simulation.objective.module), protocol.loss, protocol.private)
+            build_algorithm(each).check_model(objective.layers)
         if is_percent(self.metric) and not 0 < spec.target <= 1:
             value = f"{'an' if self.metric[0] in 'aeiou' else 'a'} {self.metric}"
             raise BadInput(f"compare.target = {spec.target:g}: must be {value} above 0 and up to 1, as 0.9")

@@ -1,0 +1,207 @@
+"""The page that compares locally adaptive methods: a table for each panel of ``adaptive-2026``, and one picture.
+
+The docs' front page includes its first part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import matplotlib
+from appendix import bytes_of_a_round
+from matplotlib.figure import Figure
+from record import Result
+from words import markdown, named
+
+from lamina.experiment.trials import reproduction
+from lamina.experiment.trials.claims import Finding, Pair
+from lamina.report.figures import STYLE
+from lamina.report.tables import NONE, mean_and_spread, significant
+from lamina.training.history import History, mean, values
+
+PANEL = "adaptive-2026"  # the panel without a suffix; the names of the others start with it
+BASELINE = "fedavg"
+PICTURE = "adaptive.png"
+TITLES = {
+    "adaptive-2026": "Handwritten digits",
+    "adaptive-2026-fmnist-200": "Fashion-MNIST, 200 clients with two classes each, all active",
+    "adaptive-2026-fmnist-25-of-50": "Fashion-MNIST, 25 of 50 clients active, two classes each",
+    "adaptive-2026-cifar100": "CIFAR-100, ResNet-18, 10 of 100 clients active, Dirichlet 0.6",
+    "adaptive-2026-cifar100-skewed": "CIFAR-100, ResNet-18, 10 of 100 clients active, Dirichlet 0.1",
+    "adaptive-2026-shakespeare": "Shakespeare by speaker, a small transformer",
+}
+ABOVE, BELOW, OPEN = "#2a7f3f", "#b3312c", "#777777"
+
+TITLE = "# Locally adaptive methods beside FedAvg"
+GRIDS = """Every method has the same number of candidates: seven learning rates times two values of one further option.
+Settings are chosen on held-out training data, with a seed that is not reported. With the same seed, all methods have
+the same initial weights, clients and batches."""
+COLUMNS = """- *Accuracy* is the mean of the last ten rounds on the test data, with its standard deviation over seeds.
+- *Difference* is the mean over seeds of the difference to FedAvg with the same seed, with its 95 % interval (Student's
+  t). Each interval is for one method alone: no correction is made for looking at many.
+- *To target* counts rounds until the accuracy stays at the target, the MB that all clients send and receive until then,
+  and the seconds until then on the preset's [clock](../how-to/time-on-a-network.md): a home network (100 Mbit/s down,
+  20 up), and a fixed time for each gradient. MB and seconds are the rounds times the mean of a round."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method in the table of a panel."""
+
+    name: str
+    accuracies: list[float]  # of every seed, in per cent
+    pair: Pair | None  # with the baseline
+    rounds: float  # to the target; infinite if a seed does not stay there
+    megabytes: float  # of a round
+    seconds: float  # of a round, on the clock
+
+
+def panels(results: Sequence[Result]) -> list[Result]:
+    """Return the complete records of the panels, in the order of their titles."""
+    by_name = {result.name: result for result in results if result.facts["complete"]}
+    return [by_name[name] for name in TITLES if name in by_name]
+
+
+def rows_of(result: Result, findings: Sequence[Finding]) -> list[Row]:
+    """Return the methods of a panel, the most accurate first."""
+    pairs = {
+        pair.better: pair
+        for finding in findings
+        if finding.claim.kind == "order"
+        for pair in finding.pairs
+        if pair.worse == BASELINE
+    }
+    reach = next((finding.values for finding in findings if finding.claim.target is not None), {})
+    rows = []
+    for (variant, name), histories in result.histories.items():
+        if variant == reproduction.FOLDER_AS_GIVEN:
+            accuracies = values(histories, lambda history: 100 * history.final(optional=True))
+            megabytes = bytes_of_a_round(histories) / 1e6
+            rounds = reach.get(name, float("nan"))
+            rows.append(Row(name, accuracies, pairs.get(name), rounds, megabytes, seconds_of_a_round(histories)))
+    return sorted(rows, key=lambda row: -mean(row.accuracies))
+
+
+def seconds_of_a_round(histories: Sequence[History]) -> float:
+    """Return the mean seconds of a round on the clock of the runs."""
+    return mean(history.last("clock_seconds", optional=True) / len(history) for history in histories)
+
+
+def table(result: Result, rows: Sequence[Row], findings: Sequence[Finding]) -> str:
+    """Return the table of a panel."""
+    target = next((finding.claim.target for finding in findings if finding.claim.target is not None), None)
+    longest = max(len(history) for histories in result.histories.values() for history in histories)
+    to = f"to {100 * target:g} %" if target is not None else "to target"
+    head = ["method", "accuracy, %", "difference, points [95 %]", f"rounds {to}", f"MB {to}", f"seconds {to}"]
+    lines = []
+    for row in rows:
+        cells = [named(row.name), mean_and_spread(row.accuracies), difference(row.pair)]
+        if row.rounds < float("inf"):
+            cells += [
+                f"{row.rounds:.1f}",
+                significant(row.rounds * row.megabytes),
+                significant(row.rounds * row.seconds),
+            ]
+        else:
+            cells += [f"not in {longest}" if row.rounds == float("inf") else NONE, NONE, NONE]
+        lines.append(cells)
+    return markdown(head, lines)
+
+
+def difference(pair: Pair | None) -> str:
+    """Return the difference of a method to the baseline with its interval, in points."""
+    if pair is None:
+        return NONE
+    if pair.lead is None:
+        return pair.remark
+    mean_, low, high = (100 * number for number in (pair.lead.mean, pair.lead.low, pair.lead.high))
+    return f"{mean_:+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
+def counted(rows: Sequence[Row]) -> str:
+    """Return in a sentence how many methods are above the baseline, below it, and neither.
+
+    >>> counted([Row("fedlamb", [], Pair("fedlamb", "fedavg", "right"), 1, 1, 1)])
+    'Of 1 method beside FedAvg, 1 is above it, 0 are below it, and for 0 the interval includes 0.'
+    """
+    outcomes = [row.pair.outcome for row in rows if row.pair]
+    above, below, tied = (outcomes.count(word) for word in ("right", "wrong", "tie"))
+    are = {number: f"{number} {'is' if number == 1 else 'are'}" for number in (above, below)}
+    rest = len(outcomes) - above - below - tied
+    ending = f", and {rest} cannot be compared" if rest else ""
+    return (
+        f"Of {len(outcomes)} method{'s' * (len(outcomes) != 1)} beside FedAvg, {are[above]} above it, "
+        f"{are[below]} below it, and for {tied} the interval includes 0{ending}."
+    )
+
+
+def one_data_set(rows: Sequence[Row]) -> str:
+    """Return what the panel of digits alone can say."""
+    leads = [100 * row.pair.lead.mean for row in rows if row.pair and row.pair.lead]
+    ahead = sum(row.pair.outcome == "right" for row in rows if row.pair)
+    return (
+        f"This is one easy data set, on which tuned FedAvg is hard to beat: {ahead} of {len(leads)} methods are above "
+        f"it, the best by {max(leads):.1f} points. It says nothing about other data."
+    )
+
+
+def edges(result: Result) -> str:
+    """Return which methods were chosen a rate on the edge of the grid, so that a better one may lie beyond."""
+    methods = result.facts["variants"][reproduction.FOLDER_AS_GIVEN]["methods"]
+    found = [f"{named(name)} ({method['edge']['lr']})" for name, method in methods.items() if "lr" in method["edge"]]
+    return f"The chosen rate is on the edge of the grid for: {', '.join(found)}." if found else ""
+
+
+def page(results: Sequence[Result], findings: Mapping[str, Sequence[Finding]]) -> str:
+    """Return the page; what the docs' front page includes is between its two comments."""
+    shown = panels(results)
+    front = ["<!-- front page -->", GRIDS]
+    for result in shown:
+        rows = rows_of(result, findings[result.name])
+        seeds = max(len(row.accuracies) for row in rows)
+        text = f"**{TITLES[result.name]}**, {seeds} seeds ([details](appendix/{result.name}.md)). {counted(rows)}"
+        front += [f"{text} {edges(result)}".rstrip(), table(result, rows, findings[result.name])]
+    if shown:
+        front.append(f"![Difference of every method to FedAvg, with its interval]({PICTURE})")
+    missing = [f"- {title} (`{name}`)" for name, title in TITLES.items() if name not in {one.name for one in shown}]
+    if missing:
+        front.append("\n".join(["Not run yet:", "", *missing]))
+    if [one.name for one in shown] == [PANEL]:
+        front.append(one_data_set(rows_of(shown[0], findings[PANEL])))
+    return "\n\n".join([TITLE, *front, "<!-- end of front page -->", COLUMNS]) + "\n"
+
+
+def digest(results: Sequence[Result]) -> str:
+    """Return a digest of the records of the picture, to detect an outdated one."""
+    return hashlib.sha256("".join(result.digest for result in panels(results)).encode()).hexdigest()
+
+
+def picture(results: Sequence[Result], findings: Mapping[str, Sequence[Finding]]) -> Figure:
+    """Draw the difference of every method to the baseline with its interval, a part for each panel."""
+    shown = panels(results)
+    with matplotlib.rc_context(STYLE):
+        drawn = [
+            (one, [row for row in rows_of(one, findings[one.name]) if row.pair and row.pair.lead]) for one in shown
+        ]
+        figure = Figure(figsize=(7.0, sum(0.24 * len(rows) + 1.1 for _, rows in drawn)), layout="constrained")
+        parts = figure.subplots(len(drawn), 1, squeeze=False, height_ratios=[len(rows) + 1 for _, rows in drawn])[:, 0]
+        for axes, (result, rows) in zip(parts, drawn, strict=True):
+            for height, row in enumerate(rows):
+                assert row.pair
+                assert row.pair.lead
+                low, middle, high = (
+                    100 * number for number in (row.pair.lead.low, row.pair.lead.mean, row.pair.lead.high)
+                )
+                colour = ABOVE if low > 0 else BELOW if high < 0 else OPEN
+                axes.plot([low, high], [height, height], color=colour, linewidth=1.6)
+                axes.plot([middle], [height], "o", color=colour, markersize=4.5)
+            labels = [named(row.name).replace("\\", "") for row in rows]
+            axes.set_yticks(range(len(rows)), labels, fontsize=8)
+            axes.set_ylim(len(rows) - 0.3, -0.7)
+            axes.axvline(0, color="black", linewidth=0.8)
+            axes.set_title(TITLES[result.name], fontsize=9)
+            axes.set_xlabel("test accuracy minus FedAvg's, points [95 % interval]: right of 0 is better", fontsize=8)
+            axes.grid(axis="x", alpha=0.25)
+    return figure
