@@ -511,7 +511,9 @@ def test_deterministic_holds_during_rounds_and_not_after(monkeypatch):
     run = lamina.Simulation(net, data, "fedavg", clients=2, deterministic=True, device="cpu")
     usual = run.engine.run_round
     monkeypatch.setattr(
-        run.engine, "run_round", lambda *a: (seen.append(torch.are_deterministic_algorithms_enabled()), usual(*a))[1]
+        run.engine,
+        "run_round",
+        lambda *a, **more: (seen.append(torch.are_deterministic_algorithms_enabled()), usual(*a, **more))[1],
     )
     run.run(1)
     assert seen == [True]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lamina
+from lamina.algorithms.contract import Algorithm
 from lamina.engines.state import RoundSums, client_weights, copy_buffers, undo_weighting
 from lamina.rounds.aggregation import MEAN
 from small_simulations import simulation
@@ -20,6 +21,7 @@ class Up(NamedTuple):
 
 class WithControl:
     state_changes = ("control",)
+    displacement = Algorithm.displacement
 
 
 def draw(*shape):

@@ -311,7 +311,12 @@ def test_the_committed_pages_are_made_from_the_committed_results():
     if not results:
         pytest.skip("nothing has been collected yet")
     pages = page.make(results, PAPERS, page.read_notes(ROOT / "reproduction" / "notes.toml"))
-    elsewhere = {"speed-up.md", "toy.md", "adaptive.md"}  # written by hand, or tested beside what makes them
+    elsewhere = {
+        "speed-up.md",
+        "toy.md",
+        "adaptive.md",
+        "frontier.md",
+    }  # written by hand, or tested beside what makes them
     there = {str(file.relative_to(page.PAGES)) for file in page.PAGES.rglob("*.md")}
     central = report.read_central({one.name: page.findings_of(one, PAPERS) for one in results})
     pages["report.md"] = report.report(central)
