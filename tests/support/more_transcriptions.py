@@ -23,7 +23,7 @@ def fednova(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[
     """
     x = x0.copy()
     for rnd in rounds:
-        mean, directions, weights = averager(rnd, o.by_examples), [], []
+        mean, deltas, directions, weights = averager(rnd, o.by_examples), [], [], []
         for c in range(len(rnd.cohort)):
             y, buffer = x.copy(), np.zeros_like(x)
             of_step = a = 0.0
@@ -32,11 +32,12 @@ def fednova(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[
                 y = y - rnd.lr * (buffer + o.mu * (y - x))
                 of_step = o.momentum * of_step + 1
                 a = (1 - rnd.lr * o.mu) * a + of_step
+            deltas.append(y - x)
             directions.append((y - x) / a)
             weights.append(a)
         tau = mean(list(rnd.steps)) if o.mu > 0 else mean(weights)
         x = x + o.server_lr * tau * mean(directions)
-        yield Record({"x": x})
+        yield Record({"x": x}, deltas=deltas)
 
 
 def fedexp(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
