@@ -15,7 +15,7 @@ from lamina.experiment.runs.records import Record
 from lamina.experiment.trials import trials
 from lamina.experiment.trials.trial import Trial
 
-HELD_UP = 60  # seconds; nothing here takes so long
+HELD_UP = 240  # seconds; nothing here takes so long, but on a busy machine
 
 # Children are forked from a server that has imported torch, and what the commands import, once.
 processes = multiprocessing.get_context("forkserver")
