@@ -69,10 +69,10 @@ def scaffold(model, batches, lr, loss, state, c):
         at += value.numel()
     algorithm._server_c = MappedVectorStatistics(control)
     payload, _ = algorithm.train_one_user(start, wrapped, data, context)
-    own = storage.load_state("0", "local_c")
+    local_c = storage.load_state("0", "local_c")
     return {
         "y": model,
-        "c": {name.removeprefix("model."): own[name] for name in start},
+        "c": {name.removeprefix("model."): local_c[name] for name in start},
         "delta_c": {name.removeprefix("model."): payload[f"c/{name}"] for name in start},
     }
 

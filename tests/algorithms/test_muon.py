@@ -115,7 +115,7 @@ class TorchMuon:
 @pytest.mark.parametrize("nesterov", [True, False])
 @BOTH
 def test_one_client_runs_muon(name: str, nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """alpha = 0, eta_g = 1: x+ = y_K. FedMuon's momentum goes on in the next round, Local Muon's starts from zero.
+    """alpha = 0, eta_g = 1: x+ = y_K. FedMuon's momentum continues in the next round, Local Muon's starts from zero.
 
     PyTorch's Muon adds nothing to the norm, and rounds to bfloat16, which is left out here.
     """

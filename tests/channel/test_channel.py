@@ -212,7 +212,7 @@ def test_second_moments_are_sent_as_differences_and_stay_non_negative():
     assert plain.history[-1]["bytes_up"] > run.history[-1]["bytes_up"]
 
 
-def test_a_resumed_run_goes_on_with_its_rests(tmp_path):
+def test_a_resumed_run_continues_with_its_rests(tmp_path):
     whole = simulation("scaffold", channel=Channel("sign", feedback=True))
     whole.run(4)
     for rounds in (2, 4):

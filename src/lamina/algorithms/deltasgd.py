@@ -84,9 +84,9 @@ class DeltaSgd(Algorithm):
         moved = torch.linalg.vector_norm(local.y - local.previous, dim=-1, keepdim=True)
         turned = torch.linalg.vector_norm(g - before, dim=-1, keepdim=True)
         # Alg. 1 l.9
-        grown = (1 + self.delta * local.growth).sqrt() * local.rate
+        largest = (1 + self.delta * local.growth).sqrt() * local.rate
         smooth = self.gamma * moved / (2 * torch.where(turned > 0, turned, 1.0))
-        rate = torch.where((moved > 0) & (turned > 0), torch.minimum(smooth, grown) + self.eps, grown)  # C52
+        rate = torch.where((moved > 0) & (turned > 0), torch.minimum(smooth, largest) + self.eps, largest)  # C52
         has_rate = local.rate > 0
         rate = torch.where(has_rate, rate, lr)  # the first is eta_0 (C49)
         growth = torch.where(has_rate, rate / torch.where(has_rate, local.rate, 1.0), local.growth)

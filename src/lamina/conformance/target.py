@@ -68,9 +68,9 @@ def find_target(
         create = functools.partial(given, **options)
         call = OptimizerHalf(name, create, layers, half or guess, takes_lr=_takes(given, "lr") and "lr" not in options)
     else:
-        made = _create(name, given, options) if isinstance(given, type) or _is_factory(given, options) else given
-        if made is not given:
-            return find_target(made, f"the result of {name}", algorithm, half, {}, layers)._replace(
+        result = _create(name, given, options) if isinstance(given, type) or _is_factory(given, options) else given
+        if result is not given:
+            return find_target(result, f"the result of {name}", algorithm, half, {}, layers)._replace(
                 description=description
             )
         function = Function(name, given, algorithm, options)

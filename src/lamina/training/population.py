@@ -100,7 +100,7 @@ class Population:
         first = self.simulations[0]
         with arithmetic(first.precision, first.deterministic):
             if isinstance(engine, Stacked):
-                outcomes = engine.run_members(members, plan_ahead, goes_on=not evaluate)
+                outcomes = engine.run_members(members, plan_ahead, continues=not evaluate)
             else:
                 outcomes = [_run_alone(simulation, member) for simulation, member in zip(chosen, members, strict=True)]
         seconds = (time.perf_counter() - started) / len(active)

@@ -254,7 +254,7 @@ class Training:
         before = self.state
         with arithmetic(self.precision, self.deterministic):  # torch's process-wide switches, for this block
             if isinstance(self.engine, Stacked):  # it sends the next round's batches while a GPU works on this one
-                self.state, report = self.engine.run_round(self.state, plan, self.plan_ahead, goes_on=not evaluate)
+                self.state, report = self.engine.run_round(self.state, plan, self.plan_ahead, continues=not evaluate)
             else:
                 self.state, report = self.engine.run_round(self.state, plan)
             seconds = time.perf_counter() - started

@@ -55,7 +55,7 @@ def begins_early(now: RoundInProgress, steps: Mapping[int, ServerStep]) -> bool:
     needs = algorithm.needs(number + 1)
     is_private = any(member.protocol.privacy is not None for member in now.members)  # nothing may precede its ledger
     return (
-        now.goes_on
+        now.continues
         and len(steps) == len(now.members)
         and not (is_private or needs.full_gradient or needs.control_variate)
     )

@@ -130,23 +130,23 @@ class Stacked:
         return StackedObjective(self.objective, self.data, self.forward, augmentation)
 
     def run_round(
-        self, state: State, plan: RoundPlan, ahead: PlanAhead | None = None, *, goes_on: bool = False
+        self, state: State, plan: RoundPlan, ahead: PlanAhead | None = None, *, continues: bool = False
     ) -> tuple[State, RoundReport]:
         """Run one round of one experiment; see `run_members`."""
-        (outcome,) = self.run_members([Member(self.algorithm, state, plan, self.protocol)], ahead, goes_on=goes_on)
+        (outcome,) = self.run_members([Member(self.algorithm, state, plan, self.protocol)], ahead, continues=continues)
         if isinstance(outcome, Diverged):
             raise outcome
         return outcome
 
     def run_members(
-        self, members: Sequence[Member], ahead: PlanAhead | None = None, *, goes_on: bool = False
+        self, members: Sequence[Member], ahead: PlanAhead | None = None, *, continues: bool = False
     ) -> list[Outcome]:
         """Run the same round of several experiments that differ in numbers and seeds; each ends as if it ran alone.
 
         Args:
             members: the experiments.
             ahead: plans the next round; it is called while a GPU works on this one.
-            goes_on: whether that round most likely follows, so that a GPU may begin it before this one is reported.
+            continues: whether that round most likely follows, so that a GPU may begin it before this one is reported.
         """
         ranks = Ranks.current()
         if ranks.world > 1 and not isinstance(self.protocol.aggregation, Mean):
@@ -166,7 +166,7 @@ class Stacked:
             if needs_gradients:
                 self._run(chunks, lambda chunk: self._add_full_gradients(now, chunk))
             self._open(now)
-        now.ahead, now.goes_on = ahead, goes_on
+        now.ahead, now.continues = ahead, continues
 
         def work(chunk: list[Row]) -> None:
             start = started.pop() if started else self._start(now, chunk)  # one that was begun early is used once

@@ -53,7 +53,7 @@ class RoundInProgress:
     members: Sequence[Member]
     rows: list[Row]
     ahead: PlanAhead | None = None
-    goes_on: bool = False  # whether the next round most likely follows
+    continues: bool = False  # whether the next round most likely follows
     gradients: dict[Row, Tensor] = field(default_factory=dict)  # over all of a client's data, if the algorithm needs it
     downs: list[Any] = field(default_factory=list)
     sums: list[RoundSums] = field(default_factory=list)
