@@ -15,7 +15,7 @@ from helpers import HELD_UP, processes
 from lamina.base.errors import BadInput
 from lamina.storage import leases
 from lamina.storage.leases import Leased, Owner, claim, is_held, join, others, take, turn
-from leases_of_others import abandon, rewrite
+from leases_of_others import abandon, give, rewrite
 
 HERE = f"process {os.getpid()} on {socket.gethostname()}"
 
@@ -60,9 +60,9 @@ def wait_for(path, state):
         time.sleep(0.01)
 
 
-def from_elsewhere(path):
+def from_elsewhere(lease):
     """Let a lease be that of a process on another machine, which cannot be looked at from here."""
-    rewrite(path, machine="another boot", host="elsewhere", process=7)
+    give(lease, machine="another boot", host="elsewhere", process=7)
 
 
 def test_a_second_writer_is_refused_and_told_the_process_of_the_first(tmp_path):
@@ -135,7 +135,7 @@ def test_a_stopped_process_loses_its_lease_and_notices_before_it_writes(tmp_path
 
 
 def test_a_lease_of_another_machine_is_taken_over_when_its_counter_stops(tmp_path, quick, caplog):
-    from_elsewhere(take(tmp_path).path)
+    from_elsewhere(take(tmp_path))
     started = time.monotonic()
     lease = take(tmp_path)
     assert 0.5 <= time.monotonic() - started < 5
@@ -144,15 +144,15 @@ def test_a_lease_of_another_machine_is_taken_over_when_its_counter_stops(tmp_pat
 
 
 def test_a_lease_of_another_machine_that_is_renewed_is_respected(tmp_path, quick):
-    path = take(tmp_path).path
-    from_elsewhere(path)
+    lease = take(tmp_path)
+    from_elsewhere(lease)
     has_ended = threading.Event()
 
     def renew():
         count = 0
         while not has_ended.wait(0.1):
             count += 1
-            rewrite(path, renewals=str(count))
+            rewrite(lease.path, renewals=str(count))
 
     threading.Thread(target=renew, daemon=True).start()
     with pytest.raises(Leased, match=r"^process 7 on elsewhere is writing"):

@@ -7,8 +7,13 @@ from lamina.storage import leases
 
 def abandon(lease):
     """Leave a lease as a killed process of this machine does: it is not renewed, and no such process exists."""
-    leases._renewed.discard(lease)
-    rewrite(lease.path, started="0")
+    give(lease, started="0")
+
+
+def give(lease, **facts):
+    """Let a lease of this process be another's."""
+    leases._renewed.discard(lease)  # a renewal would take it back
+    rewrite(lease.path, **facts)
 
 
 def rewrite(path, **facts):

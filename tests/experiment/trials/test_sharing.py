@@ -16,7 +16,7 @@ from lamina.experiment.config import load
 from lamina.experiment.trials.compare import Comparison
 from lamina.storage import leases
 from lamina.storage.leases import claim
-from leases_of_others import rewrite
+from leases_of_others import give
 
 GRID = ("tune.grid.train.lr=[0.01, 0.05, 0.2]", "tune.seeds=2", "train.rounds=6")
 STUDY = ("tune.sampler=tpe", "tune.space.train.lr={low=0.01, high=1.0, log=true}", "tune.trials=5", "train.rounds=6")
@@ -48,9 +48,9 @@ def table(folder):
 
 def hold(folder):
     """Let a process on another machine have the lease of a run; return the lease's path."""
-    path = claim(folder).path
-    rewrite(path, machine="another boot")
-    return path
+    lease = claim(folder)
+    give(lease, machine="another boot")
+    return lease.path
 
 
 def work(arguments, workers=3, seed=None, folder=None):
