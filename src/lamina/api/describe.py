@@ -128,9 +128,9 @@ def compared_algorithms(given: Any) -> dict[str, Table]:
         tables = {}
         for label, algorithm in given.items():
             table = dict(algorithm) if isinstance(algorithm, Mapping) else {}
-            own = {key: table.pop(key) for key in ("private", "channel", "privacy") if key in table}
+            settings = {key: table.pop(key) for key in ("private", "channel", "privacy") if key in table}
             name, options = algorithm_section(table or algorithm)
-            tables[str(label)] = {"name": name, **options, **own}
+            tables[str(label)] = {"name": name, **options, **settings}
         return tables
     several = [given] if isinstance(given, str | algorithms.Algorithm) else list(given)
     tables = dict(map(algorithm_section, several))

@@ -216,9 +216,9 @@ class TrainedRun:
         if self._is_best:
             raise BadInput("the best model is the shared one: for a client's, load the run without best")
         module = client_module(self.folder, self.config, self._facts, self.model, client)
-        own = TrainedRun(self._record, module, self._facts, self._device)
-        own.client_name = client
-        return own
+        personal = TrainedRun(self._record, module, self._facts, self._device)
+        personal.client_name = client
+        return personal
 
     def predict(self, x: Any) -> Predictions:
         """Return the model's predictions for raw inputs.

@@ -136,8 +136,8 @@ def set_hint(error: click.UsageError, arguments: list[str]) -> str:
     value = values[0] if values and not values[0].startswith("--") else "…"
     ways = {name: f"; give it as --set {key}={value}" for name, key in places.items()}
     ways |= {key: ways[name] for name, key in places.items()}  # --train.lr
-    own = [name.lstrip("-") for parameter in command.params for name in parameter.opts] if command else []
-    return nearest(option.lstrip("-"), own, ways).replace("mean '", "mean '--")
+    known_options = [name.lstrip("-") for parameter in command.params for name in parameter.opts] if command else []
+    return nearest(option.lstrip("-"), known_options, ways).replace("mean '", "mean '--")
 
 
 def print_version(wanted: bool) -> None:

@@ -161,9 +161,9 @@ def _show_experiment(file: Path) -> None:
     for name, simulation in simulations.items():
         cost = wire_cost(simulation.algorithm)
         record = simulation.start()[1]
-        own = upload_bytes(record) - upload_bytes(unpack(record).client)  # the private parts
+        private_bytes = upload_bytes(record) - upload_bytes(unpack(record).client)  # the private parts
         sent = [models * objective.shared_layers.size * size + statistics for models in (cost.down, cost.up)]
-        sizes = [*sent, cost.client_state * objective.layers.size * size + own]
+        sizes = [*sent, cost.client_state * objective.layers.size * size + private_bytes]
         rows.append([name, *(f"{number / 1e3:,.1f} kB" for number in sizes), simulation.engine.name])
     out.print(table(("algorithm", "down", "up", "keeps", "engine"), rows, caption="per active client and round"))
     for name, why in dict.fromkeys((one.engine.name, one.engine.why) for one in simulations.values()):

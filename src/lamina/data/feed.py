@@ -177,8 +177,8 @@ def _drawn(function: OwnAugmentation, x: Any, keys: Tensor, counts: Tensor | Non
     sizes = [keys.shape[1]] * len(keys) if counts is None else counts.tolist()
     for client, (size, key) in enumerate(zip(sizes, keys[:, 0].tolist(), strict=True)):
         if size:  # the function sees what it sees in the loop: no padding
-            own = map_batch(lambda values, client=client, size=size: values[client, :size].clone(), x)  # type: ignore[misc]
-            for target, result in zip(tensors(x), tensors(draw(function, own, key)), strict=True):
+            samples = map_batch(lambda values, client=client, size=size: values[client, :size].clone(), x)  # type: ignore[misc]
+            for target, result in zip(tensors(x), tensors(draw(function, samples, key)), strict=True):
                 target[client, :size] = result
     return x
 

@@ -46,8 +46,8 @@ class Column:
     @property
     def features(self) -> list[str]:
         """The names of the features."""
-        own = [f"{self.name}={value}" for value in self.values] if self.kind == "category" else [self.name]
-        return [*own, f"{self.name} is missing"] if self.has_indicator else own
+        names = [f"{self.name}={value}" for value in self.values] if self.kind == "category" else [self.name]
+        return [*names, f"{self.name} is missing"] if self.has_indicator else names
 
 
 @dataclass(frozen=True)

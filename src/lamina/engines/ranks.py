@@ -81,8 +81,8 @@ class Ranks(NamedTuple):
         self._combine_spreads(sums, own_ups)
         if somewhere:
             everyones: list[Any] = [None] * self.world
-            own = {e: (str(error), error.round, error.client, error.layer) for e, error in failed.items()}
-            dist.all_gather_object(everyones, own)
+            failures = {e: (str(error), error.round, error.client, error.layer) for e, error in failed.items()}
+            dist.all_gather_object(everyones, failures)
             for theirs in everyones:
                 for e, (text, number, client, layer) in theirs.items():
                     failed.setdefault(e, Diverged(text, round=number, client=client, layer=layer))

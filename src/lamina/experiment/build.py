@@ -110,7 +110,7 @@ def settings_of(experiment: Experiment) -> TrainArguments:
     planned = None if privacy is None or privacy.noise_multiplier is not None else train.rounds
     augment_options = {each.name: getattr(data, f"augment_{each.name}") for each in dataclasses.fields(Augment)}
     augment = Augment(**augment_options)
-    own = {
+    converted = {
         "batch_size": None if train.batch_size == "full" else train.batch_size,
         "epochs": train.epochs if train.local_steps is None else None,
         "schedule": objects.get("schedule") or build_schedule(experiment),
@@ -121,7 +121,7 @@ def settings_of(experiment: Experiment) -> TrainArguments:
         "clock": None if experiment.clock is None else experiment.clock.table(),
         "augmentation": data.augment if isinstance(data.augment, str) else augment if data.augment else None,
     }
-    return cast(TrainArguments, same | own | dict(objects))
+    return cast(TrainArguments, same | converted | dict(objects))
 
 
 def build_algorithm(experiment: Experiment) -> algorithms.Algorithm:

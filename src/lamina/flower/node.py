@@ -179,15 +179,15 @@ class Node(ClientApp):
 
     def _protocol(self, task: Task) -> TrainSettings:
         """Return the settings of a task; the server can only name the augmentation that this node's own app has."""
-        named, own = task.protocol.augmentation, self.setup.protocol.augmentation
+        named, augmentation = task.protocol.augmentation, self.setup.protocol.augmentation
         if not isinstance(named, str):
             return task.protocol
-        if not is_own_augmentation(own) or own_name(own) != named:
+        if not is_own_augmentation(augmentation) or own_name(augmentation) != named:
             raise BadInput(
                 "the server's augmentation is a function that this node's app does not have: run the same app on both "
                 "sides"
             )
-        return dataclasses.replace(task.protocol, augmentation=own)
+        return dataclasses.replace(task.protocol, augmentation=augmentation)
 
     def _accept(self, content: RecordDict, context: Context) -> tuple[Task, Store]:
         """Return the task in a message and the client's store; refuse a task for another node, or a replay."""

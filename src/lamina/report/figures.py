@@ -312,8 +312,8 @@ def frontier_figure(frontier: Frontier) -> Figure:
     channels = list(dict.fromkeys(point.channel for point in frontier.points))
     for axes, (title, costs) in zip(places, panels, strict=False):
         for index, method in enumerate(methods):
-            own = [(point, cost) for point, cost in costs if point.method == method]
-            _draw_frontier(axes, own, frontier.metric, COLOURS[index % len(COLOURS)], channels)
+            points_of_method = [(point, cost) for point, cost in costs if point.method == method]
+            _draw_frontier(axes, points_of_method, frontier.metric, COLOURS[index % len(COLOURS)], channels)
         axes.set_xscale("log")
         ticks = rates_to_label([cost for _, cost in costs], most=MOST_PANEL_LABELS)
         axes.xaxis.set_major_locator(FixedLocator(ticks))

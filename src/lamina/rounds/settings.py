@@ -149,11 +149,11 @@ class TrainSettings:
         names, kind = cls.names(), type(algorithm).__name__
         for name in settings:
             if name not in names:
-                own = {
+                of_algorithm = {
                     each: f": give it to the algorithm, lamina.{kind}({each}=…)" for each in options(type(algorithm))
                 }
                 of_clock = {each.name: f": give it to the clock, clock={{'{each.name}': …}}" for each in fields(Clock)}
-                hint = nearest(name, [*names, *others], option_places() | of_clock | own | dict(places or {}))
+                hint = nearest(name, [*names, *others], option_places() | of_clock | of_algorithm | dict(places or {}))
                 hint = hint or "; help(lamina.Simulation) lists them"
                 raise BadInput(f"there is no setting '{name}'{hint}")
         # numbers of numpy become numbers of Python, which config.json can hold

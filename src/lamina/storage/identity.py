@@ -128,9 +128,9 @@ def held_values(algorithm: Algorithm, loss: Loss, protocol: TrainSettings) -> di
     others = {"algorithm_values": type(algorithm), "aggregation_values": protocol.aggregation}
     digests = {name: None if is_laminas(value) else value_digest(value) for name, value in others.items()}
     is_named = any(loss is known for known in LOSSES.values())
-    own = as_augmentation(protocol.augmentation) if is_own_augmentation(protocol.augmentation) else None
-    if own is not None:
-        digests["augmentation_values"] = value_digest(own)
+    augmentation = as_augmentation(protocol.augmentation) if is_own_augmentation(protocol.augmentation) else None
+    if augmentation is not None:
+        digests["augmentation_values"] = value_digest(augmentation)
     return {"loss_values": None if is_named else value_digest(loss), **digests}
 
 

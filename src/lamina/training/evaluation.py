@@ -281,8 +281,8 @@ def client_scores(objective: Objective, metric: Metric, values: Values, group: C
             scores: NDArray[Any] = numbers / (counts[0] if counts else parts.sizes.astype(numbers.dtype))
         return scores
     values, axes = map_outputs(Tensor.cpu, values), axes_of_samples(objective, group.data, metric)
-    own = (select_samples(values, torch.from_numpy(part), axes) for part in parts)
-    return np.array([float(value_of(metric, value)) for value in own])
+    samples = (select_samples(values, torch.from_numpy(part), axes) for part in parts)
+    return np.array([float(value_of(metric, value)) for value in samples])
 
 
 def client_columns(objective: Objective, metric: Metric, values: Values, group: ClientSamples) -> dict[str, float]:

@@ -449,8 +449,9 @@ def judged_column(metric: str, has: Callable[[str], bool]) -> str:
     >>> judged_column("f1", ["f1", "client_f1_mean"].__contains__), judged_column("f1", ["client_f1_mean"].__contains__)
     ('f1', 'client_f1_mean')
     """
-    own, shared = client_mean(metric), f"{SHARED}{client_mean(metric)}"
-    order = (own, metric, shared) if has(shared) else (metric, own)  # the server of a federation has no `own`
+    of_clients, shared = client_mean(metric), f"{SHARED}{client_mean(metric)}"
+    # the server of a federation has no `of_clients`
+    order = (of_clients, metric, shared) if has(shared) else (metric, of_clients)
     return next(filter(has, (*order, f"heldout_{metric}")), metric)
 
 

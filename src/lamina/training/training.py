@@ -379,8 +379,8 @@ class Training:
                 "other than 'mse') and clients that keep their data"
             )
         everyone = range(self.plan.clients.count)
-        own = ClientSamples("client_", "", self.train_data, parts, pooled=False, clients=everyone)
-        return [in_order(own) if self.objective.mixes_samples or self.has_client_models else own, *reserved]
+        samples = ClientSamples("client_", "", self.train_data, parts, pooled=False, clients=everyone)
+        return [in_order(samples) if self.objective.mixes_samples or self.has_client_models else samples, *reserved]
 
 
 def evaluate_together(simulations: Sequence[Training], *, always: bool = False) -> list[dict[str, float]]:

@@ -33,19 +33,19 @@ PLANNED = ("participation", "sampling", "batch_size", "local_steps", "seed")  # 
 def with_clock(record: Record, clock: Clock | None = None) -> Record:
     """Return a run with the column ``clock_seconds`` of a clock; None: of its own, which it must have."""
     try:
-        own = as_clock(record.config.get("clock"))
+        clock_of_run = as_clock(record.config.get("clock"))
         if clock is not None and clock.chooses:
             raise BadInput("the cohorts of a finished run are fixed: take deadline and over_select out of the clock")
         if clock is None:
-            if own is None:
+            if clock_of_run is None:
                 raise BadInput("the run has no clock: give one, --clock 4g")
             is_hidden = "privacy" in record.config and "clock_seconds" not in record.history.columns
             if not is_hidden:
                 if len(record.history):
                     record.history.array("clock_seconds")  # refuses a history without it
                 return record
-            clock = own
-        return dataclasses.replace(record, history=_timed(record, clock, own))
+            clock = clock_of_run
+        return dataclasses.replace(record, history=_timed(record, clock, clock_of_run))
     except BadInput as error:
         raise BadInput(f"'{record.folder}': {error}") from error
     except (KeyError, TypeError, ValueError) as error:

@@ -46,14 +46,14 @@ def section_of(experiment: Experiment) -> FrontierSection:
 
 def entries_of(experiment: Experiment) -> list[Entry]:
     """Return the combinations of an experiment with a `[frontier]`, method by method."""
-    section, own = section_of(experiment), as_channel(experiment.channel.model_dump())
-    channels = [own] if section.channels is None else list(map(as_channel, section.channels))
+    section, default = section_of(experiment), as_channel(experiment.channel.model_dump())
+    channels = [default] if section.channels is None else list(map(as_channel, section.channels))
     return [
         entry
         for method in experiment.compare.algorithms
         for entry in (
             *(Entry(method, channel) for channel in channels),
-            *(Entry(method, own, epsilon) for epsilon in section.epsilons or ()),
+            *(Entry(method, default, epsilon) for epsilon in section.epsilons or ()),
         )
     ]
 

@@ -43,11 +43,11 @@ def plan(file: Path, overrides: list[str], scale: Scale = "full") -> dict[str, E
     experiments = {}
     for variant, names in claims.needed(experiment).items():
         chosen = "compare.algorithms=[" + ",".join(f'"{name}"' for name in names) + "]"
-        own = load(file, [*overrides, *claims.variants(experiment)[variant], chosen])
-        own = small(own) if scale == "small" else own
-        build_parts(own)  # refuses a wrong option before anything runs
-        compare.all_points(own)
-        experiments[variant] = own
+        variant_experiment = load(file, [*overrides, *claims.variants(experiment)[variant], chosen])
+        variant_experiment = small(variant_experiment) if scale == "small" else variant_experiment
+        build_parts(variant_experiment)  # refuses a wrong option before anything runs
+        compare.all_points(variant_experiment)
+        experiments[variant] = variant_experiment
     return experiments
 
 
