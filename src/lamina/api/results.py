@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from lamina import algorithms as known
+from lamina import algorithms
 from lamina.algorithms import Algorithm
 from lamina.algorithms.declaration import option_places
 from lamina.api.describe import algorithm_section, compared_algorithms, describe, kept_threads
@@ -381,7 +381,7 @@ def _key(key: str, algorithm: str) -> str:
     """Return the key of an experiment file for a setting: lr is train.lr, decay is algorithm.decay."""
     if "." in key:
         return key
-    options = list(known.options(known.find(algorithm)))
+    options = list(algorithms.options(algorithms.find(algorithm)))
     if key in options:
         return f"algorithm.{key}"
     if key in Train.model_fields:

@@ -94,12 +94,12 @@ def option_owners(classes: Mapping[str, type[Any]]) -> dict[str, str]:
 def explain_options(cls: type[Any], places: Callable[[], Mapping[str, str]] = dict) -> None:
     """Let the constructor of a class name the nearest option, or the place, of one that it does not have."""
     create = cls.__init__
-    known = [name for name in parameters_of(create)[0] if name != "self"]
+    names = [name for name in parameters_of(create)[0] if name != "self"]
 
     @functools.wraps(create)
     def checked(self: Any, *values: Any, **options: Any) -> None:
-        if not options.keys() <= set(known):
-            refuse_unknown_options(cls.__name__, options, known, (), places())
+        if not options.keys() <= set(names):
+            refuse_unknown_options(cls.__name__, options, names, (), places())
         create(self, *values, **options)
 
     cls.__init__ = checked

@@ -51,22 +51,22 @@ def audit(
             rounds = max(1, simulation.accountant.rounds_within(experiment.privacy.epsilon, rounds))
     torch.set_num_threads(choose_threads(experiment, simulation.objective.start.numel()))
     with base.round_bars(["audit"], state="", total=rounds, completed=0) as bars:
-        found = measure(simulation, rounds, runs=runs, seed=seed, on_round=lambda n: bars.update("audit", completed=n))
-    print_audit(found)
-    if found.proves_error:
+        audit = measure(simulation, rounds, runs=runs, seed=seed, on_round=lambda n: bars.update("audit", completed=n))
+    print_audit(audit)
+    if audit.proves_error:
         raise typer.Exit(1)
 
 
-def print_audit(found: Audit) -> None:
+def print_audit(audit: Audit) -> None:
     """Print what is accounted for, what was measured, and what that means."""
-    after = f"δ = {found.delta:g} after {plural(found.rounds, 'round')}"
-    echo(f"accounted: ε = {found.accounted:.3g} at {after}, noise multiplier {found.noise_multiplier:.4g}")
+    after = f"δ = {audit.delta:g} after {plural(audit.rounds, 'round')}"
+    echo(f"accounted: ε = {audit.accounted:.3g} at {after}, noise multiplier {audit.noise_multiplier:.4g}")
     noise = "any noise multiplier is possible"
-    if found.shown > 0:
-        noise = f"a noise multiplier of at most {found.shown_noise:.4g}"
-    echo(f"measured:  ε ≥ {found.shown:.3g} with {found.confidence:.0%} confidence, {noise}")
-    echo(f"           (scores with a canary: {len(found.present)}, without: {len(found.absent)})")
-    if found.proves_error:
+    if audit.shown > 0:
+        noise = f"a noise multiplier of at most {audit.shown_noise:.4g}"
+    echo(f"measured:  ε ≥ {audit.shown:.3g} with {audit.confidence:.0%} confidence, {noise}")
+    echo(f"           (scores with a canary: {len(audit.present)}, without: {len(audit.absent)})")
+    if audit.proves_error:
         echo("More is seen than the guarantee allows: the clipping, the noise or the account is wrong.")
     else:
         echo("No more is seen than the guarantee allows, which proves neither the guarantee nor an error.")

@@ -42,7 +42,7 @@ def conform(
 
     given = dict(parse("--set", each) for each in ours or [])
     settings = {key: given.pop(key) for key in SETTINGS if key in given}
-    found = compare(
+    verdict = compare(
         create(name, **given),
         theirs,
         options=dict(parse("--theirs", each) for each in options or []),
@@ -54,9 +54,9 @@ def conform(
         seed=seed,
         **settings,
     )
-    for line in str(found).splitlines():
+    for line in str(verdict).splitlines():
         echo(line)
-    if not found.same:
+    if not verdict.same:
         raise typer.Exit(1)
 
 

@@ -133,13 +133,13 @@ def status(
     """
     from lamina.flower.status import EXIT_CODES, Status
 
-    found = Status.read(run)
+    status = Status.read(run)
     if metrics:
-        base.echo_text(found.metrics())
+        base.echo_text(status.metrics())
         return
-    for line in found.lines():
+    for line in status.lines():
         echo(line)
-    raise typer.Exit(EXIT_CODES[found.state])
+    raise typer.Exit(EXIT_CODES[status.state])
 
 
 # --- a federation on this machine ------------------------------------------------------------------------------------

@@ -129,8 +129,10 @@ def _columns_of(values: Any, what: str, like: Dataset) -> Any:
     if names is None or not convert.is_frame(values):
         return values
     values = values.rename(columns=str)
-    known = list(values.columns)
+    columns = list(values.columns)
     for name in names:
-        if name not in known:
-            raise BadInput(f"{NEW} have no column '{name}'{nearest(name, known)} (columns: {listed(known, most=20)})")
+        if name not in columns:
+            raise BadInput(
+                f"{NEW} have no column '{name}'{nearest(name, columns)} (columns: {listed(columns, most=20)})"
+            )
     return values[list(names)]

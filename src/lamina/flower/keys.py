@@ -111,11 +111,11 @@ def renew(folder: Path) -> list[Path]:
 
 def ends(folder: Path) -> dict[Path, datetime.datetime]:
     """Return when the certificates in a folder end: those that are there and can be read."""
-    found = {}
+    ends = {}
     for path in (ServerKeys(folder).certificate, ServerKeys(folder).server_certificate):
         with contextlib.suppress(OSError, ValueError):
-            found[path] = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
-    return found
+            ends[path] = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
+    return ends
 
 
 def ending_soon(folder: Path) -> list[str]:

@@ -96,9 +96,9 @@ def find(name: str) -> Factory:
 
 def _arguments(name: str, factory: Factory, given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments for a factory, after checking the names of the options against its signature."""
-    known, takes_others = parameters_of(factory)
+    parameters, takes_others = parameters_of(factory)
     if not takes_others:
-        refuse_unknown_options(name, options, [option for option in known if option not in GIVEN])
+        refuse_unknown_options(name, options, [option for option in parameters if option not in GIVEN])
     chosen = factory.keywords if isinstance(factory, functools.partial) else {}
     # By name only: a factory with **kwargs mostly hands them on to one that knows no input_shape.
-    return {key: value for key, value in given.items() if key in known and key not in chosen} | options
+    return {key: value for key, value in given.items() if key in parameters and key not in chosen} | options

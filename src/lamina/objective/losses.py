@@ -222,7 +222,7 @@ def as_loss(loss: str | Loss) -> Loss:
 
 def loss_name(loss: Loss) -> str:
     """Return what messages call a loss."""
-    named = next((name for name, known in LOSSES.items() if known is loss), "")
+    named = next((name for name, function in LOSSES.items() if function is loss), "")
     return named or str(getattr(loss, "__name__", type(loss).__name__))
 
 
@@ -255,7 +255,7 @@ def class_axis(loss: Loss) -> int | None:
     """Return the axis of the outputs that holds the classes; None for a loss that says nothing about it."""
     if isinstance(loss, CrossEntropy):
         return loss.class_axis
-    return next((axis for known, axis in CLASS_AXES.items() if known is loss), None)
+    return next((axis for function, axis in CLASS_AXES.items() if function is loss), None)
 
 
 def aligned(loss: Loss, outputs: Any, targets: Any) -> tuple[Any, Any]:
@@ -270,7 +270,7 @@ def is_user_defined(loss: Loss) -> bool:
 
 def is_regression(loss: Loss) -> bool:
     """Return whether the loss measures distances, even if the targets are integers."""
-    is_known = any(loss is known for known in (mean_squared_error, mean_absolute_error, huber))
+    is_known = any(loss is function for function in (mean_squared_error, mean_absolute_error, huber))
     return is_known or isinstance(loss, REGRESSION_MODULES)
 
 

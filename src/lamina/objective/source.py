@@ -73,8 +73,8 @@ def source_of(code: CodeType) -> ast.Module | None:
     kinds = ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef
     functions = [node for node in ast.walk(tree) if isinstance(node, kinds)]
     starts = [min(one.lineno for one in (node, *getattr(node, "decorator_list", []))) for node in functions]
-    found: list[Any] = [node for node, start in zip(functions, starts, strict=True) if start == code.co_firstlineno]
-    return ast.Module(found, []) if found else None
+    nodes: list[Any] = [node for node, start in zip(functions, starts, strict=True) if start == code.co_firstlineno]
+    return ast.Module(nodes, []) if nodes else None
 
 
 def _is_users(name: str) -> bool:

@@ -36,9 +36,9 @@ def membership_bound(present: ArrayLike, absent: ArrayLike, delta: float, confid
     runs = len(absent)
     powers = 2 ** np.arange(int(math.log2(runs)))
     ranks = np.unique(np.concatenate([powers - 1, runs - powers]))  # the number of false positives
-    found = (present[:, None] > np.sort(absent)[::-1][ranks]).sum(0)
+    true_positives = (present[:, None] > np.sort(absent)[::-1][ranks]).sum(0)
     together = 1 - (1 - confidence) / len(ranks)
-    return float(error_bound(found, ranks, len(present), runs, delta, together).max())
+    return float(error_bound(true_positives, ranks, len(present), runs, delta, together).max())
 
 
 def error_bound(

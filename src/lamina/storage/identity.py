@@ -127,7 +127,7 @@ def held_values(algorithm: Algorithm, loss: Loss, protocol: TrainSettings) -> di
     """
     others = {"algorithm_values": type(algorithm), "aggregation_values": protocol.aggregation}
     digests = {name: None if is_laminas(value) else value_digest(value) for name, value in others.items()}
-    is_named = any(loss is known for known in LOSSES.values())
+    is_named = any(loss is function for function in LOSSES.values())
     augmentation = as_augmentation(protocol.augmentation) if is_own_augmentation(protocol.augmentation) else None
     if augmentation is not None:
         digests["augmentation_values"] = value_digest(augmentation)

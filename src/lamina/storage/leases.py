@@ -278,8 +278,8 @@ def count_joined(folder: Path) -> int:
 
 def is_held(folder: Path) -> bool:
     """Return whether a process seems to write to a folder, or to have joined it."""
-    found = {path: _read(path) for path in (folder / NAME, *folder.glob(f"{NAME}-????????"))}
-    return any(content is not None and not _is_abandoned(path, content) for path, content in found.items())
+    contents = {path: _read(path) for path in (folder / NAME, *folder.glob(f"{NAME}-????????"))}
+    return any(content is not None and not _is_abandoned(path, content) for path, content in contents.items())
 
 
 def is_lease(name: str) -> bool:

@@ -28,11 +28,11 @@ def with_mask(data: Dataset, module: nn.Module) -> Dataset:
     The names are `attention_mask` (1 and 0), `mask` (bool) and `lengths`. If several inputs are padded, these names
     are for a mask that all of them share, and `<input>_mask` and so on for the mask of one.
     """
-    known, _ = parameters_of(forward_of(module))
-    parameters = list(known)
+    forward_parameters, _ = parameters_of(forward_of(module))
+    parameters = list(forward_parameters)
     inputs = data.x if isinstance(data.x, dict) else dict(zip(parameters, tensors(data.x), strict=False))
     if data.mask is None:
-        forms = (known[name] for name in MASK_FORMS if name in known and name not in inputs)
+        forms = (forward_parameters[name] for name in MASK_FORMS if name in forward_parameters and name not in inputs)
         if all(form.default is not inspect.Parameter.empty for form in forms):
             return data
         # No sequence was padded, for all have the same length; this module needs a mask all the same.

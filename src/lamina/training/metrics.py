@@ -323,7 +323,7 @@ METRICS: dict[str, Metric] = {
 }
 FUNCTIONS_OF_MEANS = (mean, _perplexity, _root_mean)  # of one number per sample, and of how many it is the sum
 LABEL_METRICS = ("accuracy", "top5_accuracy", "f1", "f1_macro", "f1_micro", "mean_iou", "auroc")
-_own: dict[str, Metric] = {}  # the users' metrics by name, so that their columns have a direction
+_users_metrics: dict[str, Metric] = {}  # the users' metrics by name, so that their columns have a direction
 
 
 def is_function_of_mean(metric: Metric) -> bool:
@@ -382,14 +382,14 @@ def find_all(metrics: Any) -> tuple[Metric, ...] | None:
 
 def _register(metric: Metric) -> None:
     """Let the column of a user's metric have a direction; refuse a second direction for the same name."""
-    known = _own.get(metric.name, metric)
-    if known.larger_is_better != metric.larger_is_better:
+    earlier = _users_metrics.get(metric.name, metric)
+    if earlier.larger_is_better != metric.larger_is_better:
         raise BadInput(
-            f"this process knows a metric '{metric.name}' with the other direction ({known!r}): give one of them "
+            f"this process knows a metric '{metric.name}' with the other direction ({earlier!r}): give one of them "
             "another name, or start Python again"
         )
     if metric.name not in METRICS:
-        _own[metric.name] = metric
+        _users_metrics[metric.name] = metric
         of_column.cache_clear()
 
 
@@ -424,15 +424,15 @@ def of_column(column: str) -> Metric | None:
     >>> of_column("client_accuracy_worst10"), of_column("bytes_up")
     (Metric('accuracy', larger is better), None)
     """
-    known, column = METRICS | _own, column.partition("@")[0]
-    if column in known:
-        return known[column]
+    metrics, column = METRICS | _users_metrics, column.partition("@")[0]
+    if column in metrics:
+        return metrics[column]
     prefix = next((prefix for prefix in CLIENT_PREFIXES if column.startswith(prefix)), None)
     if prefix is None:
         return None
     name = column.removeprefix(prefix)
     suffix = next((suffix for suffix in CLIENT_SUFFIXES if name.endswith(suffix)), "")
-    return known.get(name) or known.get(name.removesuffix(suffix))
+    return metrics.get(name) or metrics.get(name.removesuffix(suffix))
 
 
 def client_mean(metric: str) -> str:
@@ -458,7 +458,7 @@ def judged_column(metric: str, has: Callable[[str], bool]) -> str:
 def is_metric(column: str) -> bool:
     """Return whether a column is a metric itself, also of one of several test sets, and not one of clients."""
     name, _, _ = column.partition("@")
-    return name in METRICS or name in _own
+    return name in METRICS or name in _users_metrics
 
 
 def smaller_is_better(column: str) -> bool:

@@ -96,8 +96,9 @@ def active(simulation):
     return {simulation.reserved.names[number] for number in simulation.state.clients}
 
 
-def test_the_algorithms_own_client_models_are_read_the_same_way(tmp_path):
-    simulation = trained(tmp_path / "run", TwoModels(), private=None)
+@pytest.mark.parametrize("channel", [None, {"codec": "sign", "feedback": True}], ids=["plain", "feedback"])
+def test_the_algorithms_own_client_models_are_read_the_same_way(channel, tmp_path):
+    simulation = trained(tmp_path / "run", TwoModels(), private=None, channel=channel)
     run = lamina.load(tmp_path / "run")
     assert same_weights(run.client("south").model, simulation.client_model("south"))
     assert not same_weights(run.client("south").model, run.model)

@@ -47,8 +47,8 @@ def load_format(name: str, data_dir: Any, options: Mapping[str, Any], client: st
         more_tests = {key: splits.test for key, splits in zip(list(named)[1:], others, strict=True)}
         return Splits(first.train, dataclasses.replace(first.test, more_tests=more_tests))
     root = Path() if data_dir is None else data_directory(data_dir)
-    known, _ = parameters_of(FORMATS[name].read)
-    return FORMATS[name].read(root, **options, **({"client": client} if "client" in known else {}))
+    parameters, _ = parameters_of(FORMATS[name].read)
+    return FORMATS[name].read(root, **options, **({"client": client} if "client" in parameters else {}))
 
 
 def load_own(name: str, data_dir: Any, options: Mapping[str, Any], client: str | None) -> Splits:
@@ -61,9 +61,9 @@ def load_own(name: str, data_dir: Any, options: Mapping[str, Any], client: str |
         raise BadInput(f"the data '{name}' are of type {type(function).__name__}: name a function that returns them")
     given = {"dir": data_dir, "client": client}
     check_names(name, function, options, given)
-    known, _ = parameters_of(function)
+    parameters, _ = parameters_of(function)
     try:
-        result = function(**options, **{key: value for key, value in given.items() if key in known})
+        result = function(**options, **{key: value for key, value in given.items() if key in parameters})
     except LaminaError:
         raise
     except Exception as error:  # the user's function may raise anything
@@ -87,8 +87,8 @@ def as_splits(name: str, result: Any) -> Splits:
         result = (result["train"], result["test"])
     if not isinstance(result, tuple | list) or len(result) != 2:
         is_several = isinstance(result, tuple | list)
-        found = f"{len(result)} values" if is_several else f"an object of type {type(result).__name__}"
-        raise BadInput(f"the data '{name}' returned {found}: {GIVE_A_PAIR}")
+        result_type = f"{len(result)} values" if is_several else f"an object of type {type(result).__name__}"
+        raise BadInput(f"the data '{name}' returned {result_type}: {GIVE_A_PAIR}")
     train = _dataset(name, result[0], "training")
     tests: Mapping[str, Any] = {"": result[1]}
     if isinstance(result[1], Mapping) and not is_hub_dataset(result[1]) and train.client_column is None:
@@ -133,14 +133,14 @@ def check_names(
         options: the options by name.
         other_keys: further keys of `[data]`, to suggest, and which the function takes if it has such a parameter.
     """
-    known, takes_others = parameters_of(function)
-    names = [each for each in known if each not in other_keys and each != "root"]
+    parameters, takes_others = parameters_of(function)
+    names = [each for each in parameters if each not in other_keys and each != "root"]
     for option in options:
         if option not in names and not takes_others:
             listing = f"options of {name}: {', '.join(names)}" if names else f"{name} has no options"
             raise BadInput(f"[data] has no key '{option}'{nearest(option, [*other_keys, *names])} ({listing})")
     for option in names:
-        if option not in options and known[option].default is inspect.Parameter.empty:
+        if option not in options and parameters[option].default is inspect.Parameter.empty:
             raise BadInput(f"[data] needs the key '{option}' for {name} (options: {', '.join(names)})")
 
 

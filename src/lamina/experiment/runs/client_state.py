@@ -12,6 +12,7 @@ from lamina import algorithms
 from lamina.algorithms.contract import Algorithm, has_client_models
 from lamina.base.errors import BadInput
 from lamina.base.text import listed
+from lamina.channel.channel import as_channel
 from lamina.engines.personal import first_record, model_in_use
 from lamina.engines.state import State
 from lamina.experiment.runs.folder import round_of
@@ -42,7 +43,9 @@ def client_module(
     names = facts["clients"] if isinstance(facts["clients"], list) else range(facts["clients"])
     number = client_number(client, names)
     objective = Objective(copy_module(model), "mse", private)  # no loss is computed
-    state = _state(folder, _checkpoints_of(folder, number, config), algorithm, objective, len(names))
+    like = State.start(algorithm, objective, len(names))
+    record = first_record(algorithm, objective, like.server.x, channel=as_channel(config.get("channel")))
+    state = _state(folder, _checkpoints_of(folder, number, config), like, record)
     return copy_module(objective.module_at(*model_in_use(algorithm, objective, state, number)))
 
 
@@ -65,8 +68,8 @@ def _checkpoints_of(folder: Path, client: int, config: Mapping[str, Any]) -> Pat
     return folder / "checkpoints" / f"rank-{rank}" if rank else folder / "checkpoints"
 
 
-def _state(folder: Path, checkpoints: Path, algorithm: Algorithm, objective: Objective, clients: int) -> State:
-    """Return the state after the round of the trained model."""
+def _state(folder: Path, checkpoints: Path, like: State, record: Any) -> State:
+    """Return the state after the round of the trained model, given one like it and a record like its clients'."""
     store, (number, _) = Checkpoints(checkpoints), round_of(folder / "model.safetensors")
     if number not in store.rounds():
         held = f" (it has those of round {listed(list(map(str, store.rounds())))})" if store.rounds() else ""
@@ -74,8 +77,7 @@ def _state(folder: Path, checkpoints: Path, algorithm: Algorithm, objective: Obj
             f"'{checkpoints}' has no checkpoint of round {number}{held}, and what a client keeps is only there: copy "
             "the run's folder with its checkpoints"
         )
-    like = State.start(algorithm, objective, clients)
     try:
-        return store.load(number, like, first_record(algorithm, objective, like.server.x))[0]
+        return store.load(number, like, record)[0]
     except Damaged as error:
         raise BadInput(f"the client's model cannot be read: {error}") from error

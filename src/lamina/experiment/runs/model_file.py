@@ -151,8 +151,8 @@ def _describe_loss(loss: str | Loss) -> dict[str, Any]:
         return {"name": loss}
     if isinstance(loss, PerBatch):
         return _describe_loss(loss.function) | {"per_batch": True}
-    for name, known in LOSSES.items():
-        if loss is known:
+    for name, function in LOSSES.items():
+        if loss is function:
             return {"name": name}
     for name, arguments in LOSS_CLASSES.items():
         if type(loss) is getattr(losses, name):
@@ -168,8 +168,8 @@ def build_loss(facts: Mapping[str, Any]) -> Loss:
         return inner if isinstance(inner, PerBatch) else losses.per_batch(inner)  # already one if it was decorated
     name, values = facts["name"], {key: value for key, value in facts.items() if key != "name"}
     if name in LOSS_CLASSES:
-        known: Loss = getattr(losses, name)(**values)
-        return known
+        loss: Loss = getattr(losses, name)(**values)
+        return loss
     try:
         loss = losses.as_loss(name)
     except BadInput as error:

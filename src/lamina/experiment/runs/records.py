@@ -59,9 +59,9 @@ class Record:
     @property
     def title(self) -> str:
         """Return the title of its algorithm; of a user's own algorithm, the title when it ran."""
-        known = algorithms.registry()
-        if self.algorithm in known:
-            return known[self.algorithm].card.title
+        registry = algorithms.registry()
+        if self.algorithm in registry:
+            return registry[self.algorithm].card.title
         stored = self.config.get("title")
         return stored if isinstance(stored, str) and stored else self.algorithm
 
@@ -149,18 +149,19 @@ def _trained_clients(data: Mapping[str, Any]) -> int:
     return count if heldout is None else count - max(1, round(heldout * count))
 
 
-def find_records(paths: Iterable[str | Path], known: dict[Path, MetricsFile] | None = None) -> list[Record]:
+def find_records(paths: Iterable[str | Path], metrics_files: dict[Path, MetricsFile] | None = None) -> list[Record]:
     """Return every run in the given folders, at any depth.
 
     If some are judged by the mean over clients and all have that column, all are judged by it.
 
-    To look at growing runs again and again, pass the same dict as `known` every time: of metrics files in it, only the
+    To look at growing runs again and again, pass the same dict as `metrics_files` every time: of the files in it, only
     new lines are read.
     """
-    known = {} if known is None else known
+    metrics_files = {} if metrics_files is None else metrics_files
     folders = find_folders(paths)
     records = [
-        read_record(folder, known.setdefault(folder, MetricsFile(folder / "metrics.jsonl"))) for folder in folders
+        read_record(folder, metrics_files.setdefault(folder, MetricsFile(folder / "metrics.jsonl")))
+        for folder in folders
     ]
     evaluated = [record.history for record in records if record.history.metric in record.history.columns]
     judged = {history.metric for history in evaluated}

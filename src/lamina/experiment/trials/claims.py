@@ -132,7 +132,7 @@ def check(experiment: Experiment) -> None:
     """Refuse claims that cannot be evaluated, before anything runs."""
     if not experiment.claim:
         raise BadInput("the file has no [[claim]]: there is nothing to reproduce; use lamina compare")
-    known = variants(experiment)
+    sets_of_variants = variants(experiment)
     for number, claim in enumerate(experiment.claim):
         place = f"claim.{number}"
         if not _pairs(claim):
@@ -147,12 +147,12 @@ def check(experiment: Experiment) -> None:
             for algorithm, variant in named_in(label):
                 if algorithm not in experiment.compare.algorithms:
                     raise unknown(f"algorithm in {place}", algorithm, experiment.compare.algorithms)
-                if variant not in known:
-                    raise unknown(f"variant in {place}", variant, [name for name in known if name])
+                if variant not in sets_of_variants:
+                    raise unknown(f"variant in {place}", variant, [name for name in sets_of_variants if name])
         for name, sets in claim.variants.items():
             if not re.fullmatch(r"[\w=.-]*\w", name) or name.startswith("."):  # it names a folder
                 raise BadInput(f"{place}.variants: '{name}' must be made of letters, digits, '=', '.', '-' and '_'")
-            if sets != known[name]:
+            if sets != sets_of_variants[name]:
                 raise BadInput(f"{place}.variants: another claim has set '{name}' otherwise; choose another name")
 
 

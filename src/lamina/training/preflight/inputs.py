@@ -48,16 +48,16 @@ def check_names(run: DryRun) -> None:
     if not isinstance(run.data.x, dict):
         return
     name, keys = run.name, list(run.data.x)
-    known, takes_any = parameters_of(forward_of(run.objective.module))
+    parameters, takes_any = parameters_of(forward_of(run.objective.module))
     for key in keys:
         # a misspelt name would be ignored by a forward that takes any
-        others = [other for other in known if other not in keys]
-        if key not in known and (not takes_any or difflib.get_close_matches(key, others)):
+        others = [other for other in parameters if other not in keys]
+        if key not in parameters and (not takes_any or difflib.get_close_matches(key, others)):
             raise BadInput(
-                f"the {name} data have an input '{key}', which the model's forward does not take{nearest(key, known)} "
-                f"(it takes {listed(list(known))})"
+                f"the {name} data have an input '{key}', which the model's forward does not take"
+                f"{nearest(key, parameters)} (it takes {listed(list(parameters))})"
             )
-    for key, parameter in known.items():
+    for key, parameter in parameters.items():
         if key not in keys and parameter.default is inspect.Parameter.empty:
             raise BadInput(f"the {name} data lack the input '{key}' of the model's forward (they have {listed(keys)})")
 
@@ -77,10 +77,12 @@ def check_token_ids(run: DryRun) -> None:
     if _id_without_row(objective, [prepare(extremes, data.mean, data.std, objective.dtype)]) is None:
         return
     starts = range(0, len(data), CHUNK_SAMPLES)
-    found = _id_without_row(objective, (data.inputs(slice(i, i + CHUNK_SAMPLES), objective.dtype) for i in starts))
-    if found is None:
+    missing_row = _id_without_row(
+        objective, (data.inputs(slice(i, i + CHUNK_SAMPLES), objective.dtype) for i in starts)
+    )
+    if missing_row is None:
         return
-    table, number = found
+    table, number = missing_row
     owner = objective.module.get_submodule(table.rpartition(".")[0])
     is_layer = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
     where = f"layer '{table.rpartition('.')[0]}' ({type(owner).__name__})" if is_layer else f"the table '{table}'"
