@@ -13,7 +13,7 @@ import lamina
 from lamina.base import rng
 
 SOURCES = Path(lamina.__file__).parent
-PURPOSE = re.compile(r'rng\.(?:key|torch_seed|generator)\([^"\n]*"([^"]+)"')
+PURPOSE = re.compile(r'(?:rng\.(?:key|torch_seed|generator)|self\._stream)\([^"\n]*"([^"]+)"')
 
 
 def test_every_purpose_has_a_stream_of_its_own():

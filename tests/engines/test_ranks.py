@@ -110,6 +110,9 @@ def worker(rank, world, port, results):
     dist.init_process_group("gloo", rank=rank, world_size=world)
     try:
         ends = {}
+        assert Ranks.current().of_first(lambda: f"of rank {rank}") == "of rank 0"
+        with pytest.raises(ZeroDivisionError if rank == 0 else lamina.BadInput):
+            Ranks.current().of_first(lambda: 1 / 0)
         for case in CASES:
             run = run_case(*case)
             rows = [{k: v for k, v in row.items() if "seconds" not in k} for row in run.history]

@@ -25,6 +25,7 @@ from lamina.experiment.build import build_algorithm, resolved, settings_of
 from lamina.experiment.config import load
 from lamina.experiment.trials import claims, reproduction
 from lamina.experiment.trials.compare import with_algorithm
+from lamina.rounds.clock import as_clock
 from lamina.storage.files import as_json
 
 ROOT = Path(__file__).parents[2]
@@ -418,7 +419,14 @@ def test_a_preset_as_given_is_not_called_changed(name):
         own = with_algorithm(own, own.compare.algorithms[0])
         simulation = SimpleNamespace(
             reserved=SimpleNamespace(dealt=own.data.clients),
-            protocol=SimpleNamespace(**{**settings_of(own), "lr": own.train.lr, "channel": OPEN}),
+            protocol=SimpleNamespace(
+                **{
+                    **settings_of(own),
+                    "lr": own.train.lr,
+                    "channel": OPEN,
+                    "clock": as_clock(own.clock and own.clock.table()),
+                }
+            ),
             algorithm=build_algorithm(own),
             device="cuda",
             engine=SimpleNamespace(name="stacked"),

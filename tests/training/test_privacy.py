@@ -15,6 +15,8 @@ from lamina.base.errors import BadInput
 from lamina.engines.ranks import Ranks
 from lamina.experiment.runs.records import has_no_budget, read_record
 from lamina.privacy.accounting import Accountant
+from lamina.rounds.clients import Clients
+from lamina.rounds.plan import Plan
 from lamina.rounds.settings import TrainSettings
 from lamina.storage.checkpoint import Checkpoints
 from lamina.storage.identity import of_run
@@ -180,11 +182,48 @@ def test_a_gpu_that_computes_other_last_bits_is_warned_of(caplog):
     assert "deterministic=True" in caplog.text
 
 
-def test_of_several_ranks_only_the_first_writes(run_of, monkeypatch):
+def test_of_several_ranks_the_first_one_writes_and_has_the_secret(run_of, monkeypatch, tmp_path):
     run = run_of()
     identity = of_run(run.algorithm, run.objective, run.plan)
-    settings = TrainSettings(lr=0.1, local_steps=2, epochs=None, privacy=replace(run.protocol.privacy, noise=None))
+    broadcast, keys = [], []
+    monkeypatch.setattr(Ranks, "of_first", lambda self, make: (broadcast or broadcast.append(make()) or broadcast)[0])
     for rank in (0, 1):
         monkeypatch.setattr(Ranks, "current", lambda rank=rank: Ranks(rank, 2))
-        noise = with_noise(settings, 20, identity).privacy.noise
+        secret = str(tmp_path / f"secret-of-machine-{rank}")
+        privacy = replace(run.protocol.privacy, noise=None, secret=secret)
+        noise = with_noise(
+            TrainSettings(lr=0.1, local_steps=2, epochs=None, privacy=privacy), 20, identity
+        ).privacy.noise
+        keys.append(noise.key)
         assert (noise.releases is None) == (rank == 1)
+    assert keys[0] == keys[1]
+    assert not (tmp_path / "secret-of-machine-1").exists()
+
+
+def test_cohorts_follow_from_the_secret(run_of, tmp_path):
+    """Everybody may have the seed of a run: 0, say."""
+
+    def cohorts(secret="secret", **changed):
+        plan = run_of(privacy={"secret": str(tmp_path / secret), **changed.pop("privacy", {})}, **changed).plan
+        return [tuple(plan.cohort(number)) for number in range(1, 11)]
+
+    first = cohorts()
+    assert cohorts() == first
+    assert cohorts(engine="stacked") == first
+    assert cohorts("another") != first
+    assert cohorts(lr=0.2) != first  # a run of its own: two of one cohort would reveal more than their sum
+    by_seed = Plan(Clients([[i] for i in range(20)], 20), TrainSettings(lr=0.1, participation=0.25))
+    seeded = [tuple(by_seed.cohort(number)) for number in range(1, 11)]
+    assert len(set(first) & set(seeded)) <= 2  # two of 15,504 may be equal by chance
+    assert cohorts(privacy={"secret_cohorts": False}) == seeded
+
+
+@pytest.mark.parametrize(
+    "settings", [{"sampling": "bernoulli"}, {"sampling": "bernoulli", "cohort_cap": 4}, {"min_separation": 2}], ids=str
+)
+def test_every_choice_of_clients_follows_from_the_secret(run_of, tmp_path, settings):
+    first, second = (run_of(privacy={"secret": str(tmp_path / name)}, **settings).plan for name in "ab")
+    chosen = [[tuple(plan.cohort(number)) for number in range(1, 11)] for plan in (first, second)]
+    assert len(set(chosen[0]) & set(chosen[1])) <= 3  # small cohorts may be equal by chance
+    assert not first.same_rounds(second)
+    assert first.same_rounds(run_of(privacy={"secret": str(tmp_path / "a")}, **settings).plan)

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, Number
 from lamina.algorithms.rehearsal import sent_fields
+from lamina.base import secret_rng
 from lamina.base.errors import BadInput, short_repr
 from lamina.base.limits import check_count, check_number
 from lamina.base.registry import refuse_unknown_options
 from lamina.objective.layers import Layers
 
-MANY_NUMBERS = 100_000  # that take long enough to draw
+MANY_NUMBERS = 100_000  # so many take long enough to draw that a thread draws them ahead
 COUNT = "#within"  # the name of the noise on the number of uploads within the bound; no field has it
 EXAMPLE = "{'bound': 1.0, 'epsilon': 8, 'rounds': 100, 'delta': 1e-5}"
 
@@ -65,6 +66,10 @@ class Noise:
         """A name of the noise, which does not tell the key."""
         return hashlib.sha256(b"id" + self.key).hexdigest()[:16]
 
+    def stream(self, purpose: str, *counters: int) -> int:
+        """Return a random stream that nobody without the key knows, for the choice of a round's clients."""
+        return secret_rng.stream(self.key, purpose, *counters)
+
     def enter(self, number: int, parts: Mapping[str, Any]) -> None:
         """Enter what a round will release in the ledger, if there is one, before any of it leaves the process.
 
@@ -92,7 +97,9 @@ class Noise:
         if number in self._repeats:
             return self._white(name, number, like, self._repeats[number])
         noise = self._first(name, number, like)
-        if like.is_cuda and like.numel() >= MANY_NUMBERS:
+        # with a ledger that allows repeats, the numbers follow from the next release's salt, which is not drawn yet
+        can_repeat = self.releases is not None and self.releases.can_repeat
+        if like.is_cuda and like.numel() >= MANY_NUMBERS and not can_repeat:
             self._draw_ahead(name, number + 1, like)
         return noise
 
@@ -140,9 +147,7 @@ class Noise:
         return self._draw(name, number, like.shape, salt) if ahead is None else ahead.result()
 
     def _draw(self, name: str, number: int, shape: torch.Size, salt: str) -> Tensor:
-        digest = hashlib.sha256(self.key + f"{name}/{number}{salt and '/'}{salt}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
+        return secret_rng.normal(secret_rng.derived(self.key, "noise", name, number, salt), shape)
 
 
 @functools.cache
@@ -168,8 +173,8 @@ class Privacy:
         epsilon: the budget: a run stops before the round that would exceed it.
         rounds: for how many rounds the noise is chosen; in an experiment file, ``train.rounds``
             unless the noise multiplier is given.
-        secret_cohorts: whether nobody but the server learns who takes part in a round. If others do (they have the
-            seed, or see who trains), sampling amplifies nothing.
+        secret_cohorts: whether nobody but the server learns who takes part in a round. The cohorts then follow from the
+            secret, not from the run's seed. If others see who trains, sampling amplifies nothing: give False.
         bands: of correlated noise, for runs with `min_separation`; 1: independent noise.
         secret: the file with the secret that the noise is drawn from, which is made if there is none; by default
             ``privacy.key`` in lamina's folder for the state of programs. Keep it, and keep it from others.

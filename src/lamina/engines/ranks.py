@@ -7,15 +7,18 @@ clients adds zeros.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lamina.base.errors import Diverged
+from lamina.base.errors import BadInput, Diverged
 from lamina.engines.state import RoundSums
+
+T = TypeVar("T")
 
 
 class Ranks(NamedTuple):
@@ -34,6 +37,20 @@ class Ranks(NamedTuple):
     def owns(self, client_id: int) -> bool:
         """Return whether this rank trains a client and keeps its state."""
         return client_id % self.world == self.rank
+
+    def of_first(self, make: Callable[[], T]) -> T:
+        """Return what a function returns in the first rank, the only one that calls it."""
+        if self.world == 1:
+            return make()
+        shared: list[Any] = [None]
+        try:
+            if self.rank == 0:
+                shared = [(make(),)]
+        finally:  # the others do not wait for ever, even if it fails
+            dist.broadcast_object_list(shared)
+        if shared[0] is None:
+            raise BadInput("the first process has failed: its message says why")
+        return cast(T, shared[0][0])
 
     def add(self, vector: Tensor) -> Tensor:
         """Return the sum of a vector over all ranks."""

@@ -196,7 +196,7 @@ def write_message(
         round=number,
         client=client,
         clients=plan.clients.count,
-        participation=len(plan.cohort(number)) / plan.clients.count,
+        participation=plan.published(number, len(plan.cohort(number)))["participation"],
         settings=json.dumps(plan.protocol.local_record(number)),
         **more,
     )

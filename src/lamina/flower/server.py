@@ -241,7 +241,8 @@ class Server:
         number = record.round
         needs = self.algorithm.needs(number)
         layers, rate = self.objective.shared_layers, self.protocol.rate(number)
-        info = ServerInfo(number, rate, layers, participation=len(cohort) / self.plan.clients.count)
+        participation = self.plan.published(number, len(cohort))["participation"]
+        info = ServerInfo(number, rate, layers, participation)
         gradients: dict[int, Update] = {}
         if needs.control_variate:
             gradients = self.exchange.gradients(self.state, clients, record)

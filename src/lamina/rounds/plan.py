@@ -21,6 +21,7 @@ from lamina.algorithms.contract import Needs
 from lamina.base import rng
 from lamina.base.errors import BadInput
 from lamina.base.text import plural
+from lamina.channel.privacy import Noise
 from lamina.data.parts import Indices
 from lamina.rounds.clients import Clients
 from lamina.rounds.clock import Task
@@ -138,7 +139,7 @@ class Plan:
         group, n = self._group(round)
         if self.protocol.sampling == "exact":
             factor = 1.0 if self.protocol.clock is None else self.protocol.clock.over_select
-            drawn = rng.sample(rng.key(self.protocol.seed, "cohort", round), n, min(n, self._size(factor)))
+            drawn = rng.sample(self._stream("cohort", round), n, min(n, self._size(factor)))
         else:
             tosses = (self._toss(round, attempt) for attempt in range(MOST_REDRAWS))
             drawn = next((each for each in tosses if len(each)), NOBODY)  # an empty cohort is drawn again
@@ -147,7 +148,7 @@ class Plan:
                 raise BadInput(f"participation = {fraction:g} of {plural(n, 'client')} draws no client: raise it")
             cap = self.protocol.cohort_cap
             if cap is not None and len(drawn) > cap:
-                drawn = drawn[rng.sample(rng.key(self.protocol.seed, "cap", round), len(drawn), cap)]
+                drawn = drawn[rng.sample(self._stream("cap", round), len(drawn), cap)]
         return drawn if group is None else group[drawn]
 
     def chooses_nobody(self, round: int) -> bool:
@@ -160,9 +161,9 @@ class Plan:
     def _toss(self, round: int, attempt: int) -> Indices:
         """Return which of the clients that a round draws from have a coin that shows heads."""
         group, n = self._group(round)
-        fraction, seed = self.protocol.participation, self.protocol.seed
+        fraction = self.protocol.participation
         probability = fraction if group is None else min(1.0, fraction * self.clients.count / n)
-        return rng.coins(rng.key(seed, "cohort", round, attempt), n, probability)
+        return rng.coins(self._stream("cohort", round, attempt), n, probability)
 
     def _group(self, round: int) -> tuple[Indices | None, int]:
         """Return the clients that a round draws from (None: all) and their number."""
@@ -170,6 +171,17 @@ class Plan:
             return None, self.clients.count
         group = self._groups[round % len(self._groups)]
         return group, len(group)
+
+    def _stream(self, purpose: str, *counters: int) -> int:
+        """Return the random stream of a choice of clients: it follows from the seed, or from a private run's secret."""
+        noise = self._secret
+        return rng.key(self.protocol.seed, purpose, *counters) if noise is None else noise.stream(purpose, *counters)
+
+    @property
+    def _secret(self) -> Noise | None:
+        """What the cohorts follow from if nobody may know them: everybody may have the seed."""
+        privacy = self.protocol.privacy
+        return privacy.noise if privacy is not None and privacy.secret_cohorts else None
 
     @functools.cached_property
     def _groups(self) -> list[Indices] | None:
@@ -183,7 +195,7 @@ class Plan:
                 f"participation = {fraction:g} of {plural(count, 'client')} needs {size} in a round, but "
                 f"min_separation = {separation} leaves {smallest} to draw from: lower one of them"
             )
-        order = rng.permutation(rng.key(self.protocol.seed, "separation"), count)
+        order = rng.permutation(self._stream("separation"), count)
         return [np.sort(order[first::separation]) for first in range(separation)]
 
     def _task(self, round: int, cohort: Indices) -> Task:
@@ -226,6 +238,7 @@ class Plan:
     def same_rounds(self, other: Plan) -> bool:
         """Return whether all rounds of two plans are the same, except for their learning rates."""
         same_protocol = self.protocol.same_rounds(other.protocol) and self.demand == other.demand
+        same_protocol = same_protocol and self._secret == other._secret
         return same_protocol and self.clients.same_as(other.clients)
 
     def round(self, number: int) -> RoundPlan:

@@ -57,11 +57,12 @@ def with_noise(protocol: TrainSettings, clients: int, identity: Identity, *, can
         multiplier = noise_for(privacy.epsilon, privacy.delta, privacy.rounds, clients, **how)
     accountant = Accountant(multiplier, privacy.delta, clients, **how)
     facts = {name: value for name, value in identity.items() if name != "code"}
-    path = _secret_path(privacy)
-    key = _secret(path) + json_digest([facts, multiplier]).encode()
+    path, ranks = _secret_path(privacy), Ranks.current()
+    secret = ranks.of_first(lambda: _secret(path))  # several machines may have several
+    key = secret + json_digest([facts, multiplier]).encode()
     on_mean, on_count = _deviations(privacy, multiplier, accountant.deviation(1.0))
     noise = Noise(key, on_mean, square_root(privacy.bands), on_count)
-    if Ranks.current().rank == 0:  # all ranks compute the same means
+    if ranks.rank == 0:  # all ranks compute the same means
         ledger = path.with_name(f"{path.name}.releases") / f"{noise.id}.jsonl"
         noise = replace(noise, releases=Releases(ledger, can_repeat=can_repeat))
     return replace(protocol, privacy=privacy.with_noise(multiplier, noise))

@@ -53,12 +53,12 @@ def _listed(folder: Path) -> list[tuple[Path, str]]:
         raise BadInput(f"'{folder}' holds no folders: put the pictures of every class into a folder of its own")
     files, others = [], []
     for each in classes:
-        files = sorted(file for file in each.rglob("*") if file.is_file() and not file.name.startswith("."))
-        pictures = [file for file in files if file.suffix.lower() in SUFFIXES]
+        in_folder = sorted(file for file in each.rglob("*") if file.is_file() and not file.name.startswith("."))
+        pictures = [file for file in in_folder if file.suffix.lower() in SUFFIXES]
         if not pictures:
             raise BadInput(f"'{each}' holds no pictures ({', '.join(SUFFIXES)}): remove the folder, or fill it")
         files += [(file, each.name) for file in pictures]
-        others += [str(file) for file in files if file.suffix.lower() not in SUFFIXES]
+        others += [str(file) for file in in_folder if file.suffix.lower() not in SUFFIXES]
     if others:
         log.warning("ignored, because they are not pictures (%s): %s", ", ".join(SUFFIXES), listed(others))
     return files

@@ -136,6 +136,7 @@ def test_codecs_are_those_of_the_loop(codec, engine):
 @pytest.mark.parametrize("engine", ["stacked", "captured"])
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "fedlamb"])
 def test_differential_privacy_is_that_of_the_loop(algorithm, engine):
+    pytest.importorskip("cryptography")
     privacy = Privacy(0.05, 1e-3, 1.0, noise=Noise(b"fixed", 0.1))
     runs = [simulation(algorithm, e, privacy=privacy, local_steps=3, channel="bf16") for e in (engine, "loop")]
     for run in runs:
