@@ -27,6 +27,7 @@ class Result:
     histories: dict[tuple[str, str], list[History]]  # by variant folder and algorithm; one history per seed
     digest: str = ""  # of the files that the histories were read from
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the comparisons, by variant folder
+    held_out: dict[tuple[str, str], float] = field(default_factory=dict)  # accuracy of the chosen tuning run; as above
 
 
 def read_results(folder: Path) -> list[Result]:
@@ -55,7 +56,21 @@ def read_result(folder: Path) -> Result:
                 for run in runs
             ]
     configs = {variant: read_json(folder / variant / "config.json") for variant in facts["variants"]}
-    return Result(folder.name, facts, histories, digest.hexdigest(), configs)
+    held_out = {
+        (variant, row["algorithm"]): float(row["final_validation_accuracy"])
+        for variant in facts["variants"]
+        for row in tuning_runs(folder / variant / "tuning.csv")
+        if row["chosen"] == "True" and row.get("final_validation_accuracy")
+    }
+    return Result(folder.name, facts, histories, digest.hexdigest(), configs, held_out)
+
+
+def tuning_runs(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a table of tuning runs; none if there is no such table."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def judged(result: Result, preset: Path) -> list[claims.Finding]:

@@ -32,7 +32,7 @@ CASES = [
     Case("torch", "AdamW, on the clients", "localadamw torch.optim:AdamW"),
     Case(
         "torch",
-        "AdamW, kept by the clients",
+        "AdamW with state kept between rounds",
         "diloco torch.optim:AdamW --theirs betas=[0.9,0.95] --theirs weight_decay=0.1",
     ),
     Case("torch", "SGD with momentum, on the server", "fedavgm torch.optim:SGD --theirs momentum=0.9"),
@@ -52,12 +52,12 @@ CASES = [
     Case("torch", "Adagrad, on the server", "fedadagrad torch.optim:Adagrad --theirs eps=1e-3 --set v_init=0"),
     Case("flwr", "FedAvg, weighted by examples", f"fedavg {STRATEGY}:FedAvg --set weighting=examples"),
     Case("flwr", "FedAvgM", f"fedavgm {STRATEGY}:FedAvgM --theirs server_momentum=0.9"),
-    Case("flwr", "FedAvgM, as it comes", f"fedavgm {STRATEGY}:FedAvgM"),
+    Case("flwr", "FedAvgM, with its defaults", f"fedavgm {STRATEGY}:FedAvgM"),
     Case("flwr", "FedAdam", f"fedadam {STRATEGY}:FedAdam --theirs eta=0.01"),
     Case("flwr", "FedAdam, v from 0", f"fedadam {STRATEGY}:FedAdam --theirs eta=0.01 --set v_init=0"),
     Case(
         "flwr",
-        "FedAdam, with its correction in ours",
+        "FedAdam, against ours with Flower's correction",
         f"flower_targets:FlowerFedAdam {STRATEGY}:FedAdam --theirs eta=0.01 --set v_init=0",
     ),
     Case("flwr", "FedYogi", f"fedyogi {STRATEGY}:FedYogi"),
@@ -92,13 +92,13 @@ CASES = [
     ),
     Case(
         "optax",
-        "amsgrad, with its correction in ours",
+        "amsgrad, against ours with optax's correction",
         f"optax_targets:OptaxAmsgrad optax_targets:server --theirs name=amsgrad --set amsgrad=true {ADAM}",
     ),
     Case("optax", "yogi, on the server", "fedyogi optax_targets:server --theirs name=yogi --theirs b2=0.99"),
     Case(
         "optax",
-        "yogi, with its correction and start in ours",
+        "yogi, against ours with optax's correction and start",
         "optax_targets:OptaxYogi optax_targets:server --theirs name=yogi --theirs b2=0.99",
     ),
     Case("optax", "adagrad, on the server", "fedadagrad optax_targets:server --theirs name=adagrad"),
@@ -114,11 +114,13 @@ CASES = [
         "localadamw optax_targets:local --theirs name=adamw --theirs weight_decay=0.01",
     ),
     Case("optax", "lion, on the clients", "fedlion optax_targets:lion --theirs weight_decay=0.0"),
-    Case("optax", "lion, as it comes", "fedlion optax_targets:lion"),
+    Case("optax", "lion, with its defaults", "fedlion optax_targets:lion"),
     Case("optax", "lars, on the clients", "fedlars optax_targets:lars --set phi_min=0"),
     Case("pfl", "FedProx", "fedprox pfl_targets:fedprox"),
     Case("pfl", "SCAFFOLD, option II", "scaffold pfl_targets:scaffold --tolerance 1e-5"),
-    Case("pfl", "SCAFFOLD, with its sign in ours", "pfl_targets:PflScaffold pfl_targets:scaffold --tolerance 1e-5"),
+    Case(
+        "pfl", "SCAFFOLD, against ours with pfl's sign", "pfl_targets:PflScaffold pfl_targets:scaffold --tolerance 1e-5"
+    ),
     Case("pfl", "Adam as the server's optimizer", f"fedadam pfl_targets:server {ADAM}"),
     Case(
         "pfl",
@@ -140,7 +142,7 @@ CASES = [
     ),
     Case(
         "fedjax",
-        "yogi, with its correction and start in ours",
+        "yogi, against ours with optax's correction and start",
         "optax_targets:OptaxYogi fedjax_targets:server --theirs name=yogi --theirs b2=0.99",
     ),
     Case(
@@ -152,7 +154,7 @@ CASES = [
     Case("fedjax", "Mime Lite with Adam", "mime fedjax_targets:mimelite_adam --set preset=mimelite"),
     Case(
         "fedjax",
-        "Mime Lite, with its square in ours",
+        "Mime Lite, against ours with FedJAX's square",
         "fedjax_targets:FedjaxMimeLite fedjax_targets:mimelite_adam --theirs rounds_before=1000000 "
         "--set momentum=server --set amsgrad=false",
     ),

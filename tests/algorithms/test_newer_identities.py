@@ -241,7 +241,7 @@ def test_fedlion_forgets_the_scale_of_the_gradients() -> None:
 
 @pytest.mark.parametrize("decay", [0.0, 0.2])
 def test_fedlion_with_one_client_is_lion(decay: float) -> None:
-    """x+ = y_K and m+ = m_K: Lion without interruption (Chen et al. 2023, Alg. 2)."""
+    """x+ = y_K and m+ = m_K: Lion without interruption (Chen et al. 2023)."""
     simulation = simulate(make("fedlion", {"decay": decay, "beta1": 0.8, "beta2": 0.6}), lr=0.01, **ALONE)
     theta, m = START.copy(), np.zeros(T.SIZE)
     for lr, batches in rounds_of_one_client(simulation, 3):

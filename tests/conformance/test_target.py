@@ -93,7 +93,7 @@ class NeedsMore:
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [
-        (3, "int is 3, which cannot be called: give a torch optimizer's class"),
+        (3, "^the other implementation is 3, which cannot be called: give a torch optimizer's class"),
         (fails, r"fails fails: RuntimeError: a problem \(test_target.py:\d+\)$"),
         (lambda y, gradd: y, r"takes y, gradd; did you mean 'grad'\?: give a torch optimizer's class"),
         (lambda: 3, "the result of .*<lambda> is 3, which cannot be called"),

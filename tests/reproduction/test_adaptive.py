@@ -1,7 +1,9 @@
 """The comparison of locally adaptive methods: its table says what the records say."""
 
 import csv
+import dataclasses
 import doctest
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 from PIL import Image
 
 from helpers import cells
+from lamina import algorithms
 from lamina.experiment.config import load
 from lamina.experiment.trials import reproduction
 from lamina.experiment.trials.compare import points_of
@@ -77,6 +80,42 @@ def test_the_cost_to_the_target_is_the_rounds_times_a_round(digits):
     assert megabytes == pytest.approx(rounds * 2 * 10 * 4 * 4810 / 1e6, rel=5e-3)
     per_round = statistics.fmean(seed[60] / 60 for seed in by_hand("clock_seconds", "fedavg"))
     assert seconds == pytest.approx(rounds * per_round, rel=5e-3)
+
+
+@pytest.mark.parametrize("name", adaptive.TITLES)
+def test_the_page_says_which_methods_have_weight_decay(name):
+    """Only FedAvg's is tuned; the others have the default that the page gives for them."""
+    experiment = load(PAPERS[name])
+    compare = experiment.compare
+    tuned = [method for method in compare.algorithms if "decay" in points_of(experiment, method)[0]]
+    assert tuned == [adaptive.BASELINE]
+    text = " ".join(adaptive.GRIDS.split())
+    listing = re.search(r"default: 0\.01 for (.*), 0\.1 for (.*), and none for the rest", text)
+    titles = {0.01: set(re.split(", | and ", listing[1])), 0.1: {listing[2]}}
+    for method in compare.algorithms:
+        if method != adaptive.BASELINE:
+            decay = algorithms.create(method, **compare.options.get(method, {})).decay
+            title = algorithms.find(method).card.title
+            assert [value for value, named in titles.items() if title in named] == ([decay] if decay else []), method
+
+
+def test_the_page_shows_the_order_on_the_data_that_chose_the_settings(digits):
+    """One seed: the best candidate of each method, which is not the order of the table."""
+    text = adaptive.page([digits], {digits.name: page.findings_of(digits, PAPERS)})
+    with (RESULTS / "adaptive-2026" / "as-given" / "tuning.csv").open(newline="") as file:
+        best = {row["algorithm"]: float(row["final_validation_accuracy"]) for row in csv.DictReader(file)
+                if row["chosen"] == "True"}  # fmt: skip
+    first = max(best, key=best.get)
+    assert first == "fedlada_lamb"
+    assert f"the order is different (accuracy in %): FedLADA-LAMB {100 * best[first]:.1f}, Local AdamW" in text
+    assert f"FedAvg (Fed-SGD) {100 * best['fedavg']:.1f}" in text
+    assert "We first ran five seeds, then ten. Intervals that barely exclude 0: FedMuon, FedLADA-LAMB, FedLADA." in text
+
+
+def test_an_order_that_agrees_is_not_mentioned(digits):
+    rows = adaptive.rows_of(digits, page.findings_of(digits, PAPERS))
+    agreeing = {("as-given", row.name): 1 - number / 100 for number, row in enumerate(rows)}
+    assert adaptive.held_out_order(dataclasses.replace(digits, held_out=agreeing), rows) == ""
 
 
 def test_a_panel_that_was_not_run_is_named(digits):

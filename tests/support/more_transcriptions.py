@@ -153,7 +153,7 @@ def cross_entropy(gradient: Gradient, theta: Array, samples: Array) -> float:
 
 
 def deltasgd(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
-    """Kim et al., Alg. 1: a step size grows slowly, below gamma / 2 over the local estimate of the smoothness."""
+    """Kim et al.: a step size grows slowly, below gamma / 2 over the local estimate of the smoothness."""
     x = x0.copy()
 
     def decayed(y: Array, batch: Array) -> Array:
@@ -162,7 +162,7 @@ def deltasgd(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator
     for rnd in rounds:
         mean, deltas = averager(rnd, o.by_examples), []
         for c in range(len(rnd.cohort)):
-            y, eta, theta = x.copy(), rnd.lr, o.theta_init  # l.6, l.7; C49
+            y, eta, theta = x.copy(), rnd.lr, o.theta_init  # C49
             y_before, g_last = y, np.zeros_like(y)
             for k, batch in enumerate(batches(rnd, c)):
                 g = decayed(y, batch)
@@ -202,7 +202,7 @@ def fedsps(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[R
 
 
 def scaffnew(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
-    """Mishchenko et al., Alg. 2: h_i moves when the client sees where the average of its last round went."""
+    """Mishchenko et al.: h_i moves when the client sees where the average of its last round went."""
     x, p, h, ends, rates = x0.copy(), o.p, {}, {}, {}
     for rnd in rounds:
         mean, deltas = averager(rnd, o.by_examples), []
@@ -226,7 +226,7 @@ def scaffnew(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator
 
 
 def fedlalr(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
-    """Sun et al. 2023, Alg. 1: local AMSGrad without an epsilon in the root; model and both moments are averaged."""
+    """Sun et al. 2023 (2309.09719): local AMSGrad without an epsilon in the root; model and moments are averaged."""
     x, m_server, v_hat_server = x0.copy(), np.zeros_like(x0), np.full_like(x0, o.eps**2)
     for rnd in rounds:
         mean, deltas, m_up, v_up = averager(rnd, o.by_examples), [], [], []

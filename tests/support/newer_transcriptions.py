@@ -65,7 +65,7 @@ def _adaptive_server(
     v_hat_init: float | None,
     bias_correction: bool,
 ) -> Iterator[Record]:
-    """Reddi et al.'s Alg. 2: `rule` gives v+ from v and D^2. Without `v_hat_init`, no running maximum."""
+    """Reddi et al.: `rule` gives v+ from v and D^2. Without `v_hat_init`, no running maximum."""
     x, m, v = x0.copy(), np.zeros_like(x0), np.full_like(x0, o.v_init)
     v_hat = None if v_hat_init is None else np.full_like(x0, v_hat_init)
     for r, rnd in enumerate(rounds, 1):
@@ -114,7 +114,7 @@ def fedams_server(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Ite
 
 
 def feddyn(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
-    """Acar et al.'s Alg. 1 by K steps of SGD, with q_i = -h_i / alpha and q = -h / alpha."""
+    """Acar et al., by K steps of SGD, with q_i = -h_i / alpha and q = -h / alpha."""
     x, q, own = x0.copy(), np.zeros_like(x0), {}
     for rnd in rounds:
         mean, deltas = averager(rnd, o.by_examples), []

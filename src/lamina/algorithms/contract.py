@@ -66,7 +66,7 @@ class Needs(NamedTuple):
     full_gradient: bool = False  # `finish` gets grad F_i(x), over all of the client's data
     control_variate: bool = False  # `step` gets g(y) - g(x) on the same batch; `broadcast` gets the mean of grad F_i(x)
     second_gradient: bool = False  # `step` also gets the gradient of the same batch at `second_point`, as `second_grad`
-    loss: bool = False  # `step` also gets the mean loss of the batch at `local.y` [..., 1], as `loss`; in every round
+    loss: bool = False  # `step` also gets the mean loss of the batch at `local.y` [..., 1], as `loss`: as in round 1
 
 
 class Nothing(NamedTuple):
@@ -292,7 +292,10 @@ def step_kinds(algorithm: Algorithm) -> list[bool]:
 
 
 def loss_argument(algorithm: Algorithm, loss: Tensor) -> dict[str, Tensor]:
-    """Return the loss of a batch [..., 1] as an argument of `step`, if the algorithm asks for it."""
+    """Return the loss of a batch [..., 1] as an argument of `step`, if the algorithm asks for it.
+
+    What ``needs(1)`` says about the loss holds for all rounds.
+    """
     return {"loss": loss} if algorithm.needs(1).loss else {}
 
 

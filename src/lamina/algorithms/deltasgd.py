@@ -1,8 +1,8 @@
 """Delta-SGD: every client measures how fast its gradient turns, and chooses the sizes of its steps by that.
 
-Kim, Toghani, Uribe & Kyrillidis 2024, "Adaptive federated learning with auto-tuned clients", Algorithm 1, read with the
-authors' code (auto-tuned-FL). The text of the paper was not at hand: line numbers are those of a third-party
-transcription. "C48" is an entry in the list of choices: docs/reference/algorithms.md.
+Kim, Toghani, Uribe & Kyrillidis 2024, "Adaptive federated learning with auto-tuned clients". Its full text was not at
+hand: this follows the authors' code (auto-tuned-FL) and a third-party transcription. "C48" is an entry in the list of
+choices: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Local(NamedTuple):
 @algorithm(
     "deltasgd",
     title="Δ-SGD",
-    reference="Kim et al. 2024, Alg. 1",
+    reference="Kim et al. 2024",
     link="https://arxiv.org/abs/2306.11201",
     lr=0.2,  # eta_0, of the first step of every round
     paper_cost=1,
@@ -83,7 +83,6 @@ class DeltaSgd(Algorithm):
             before = add_decay(second_grad, local.previous, self.decay)
         moved = torch.linalg.vector_norm(local.y - local.previous, dim=-1, keepdim=True)
         turned = torch.linalg.vector_norm(g - before, dim=-1, keepdim=True)
-        # Alg. 1 l.9
         largest = (1 + self.delta * local.growth).sqrt() * local.rate
         smooth = self.gamma * moved / (2 * torch.where(turned > 0, turned, 1.0))
         rate = torch.where((moved > 0) & (turned > 0), torch.minimum(smooth, largest) + self.eps, largest)  # C52

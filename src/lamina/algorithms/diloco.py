@@ -1,7 +1,8 @@
 """DiLoCo: clients keep their AdamW between rounds, and the server steps with Nesterov momentum.
 
-Douillard et al. 2023, "DiLoCo: distributed low-communication training of language models", Algorithm 1. "C39" is an
-entry in the list of choices: docs/reference/algorithms.md.
+Douillard et al. 2023, "DiLoCo: distributed low-communication training of language models". Its full text was not at
+hand: this follows public code (OpenDiLoCo) and our memory of the paper. "C39" is an entry in the list of choices:
+docs/reference/algorithms.md.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Client(NamedTuple):
 @algorithm(
     "diloco",
     title="DiLoCo",
-    reference="Douillard et al. 2023, Alg. 1",
+    reference="Douillard et al. 2023",
     link="https://arxiv.org/abs/2311.08105",
     lr=4e-4,
     paper_cost=1,

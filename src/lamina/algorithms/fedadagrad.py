@@ -1,7 +1,7 @@
 """FedAdagrad: FedAdam whose second moment is the sum of all squares.
 
-Reddi et al. 2021, "Adaptive federated optimization", Algorithm 2, the line of FedAdagrad, without momentum as in its
-experiments. "C25" is an entry in the list of choices: docs/reference/algorithms.md.
+Reddi et al. 2021, "Adaptive federated optimization", without momentum. Its full text was not at hand: this follows
+public code and our memory of the paper. "C25" is an entry in the list of choices: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lamina.algorithms.server_moments import ServerMoments
 @algorithm(
     "fedadagrad",
     title="FedAdagrad",
-    reference="Reddi et al. 2021, Alg. 2",
+    reference="Reddi et al. 2021",
     link="https://arxiv.org/abs/2003.00295",
     lr=0.1,
     paper_cost=1,

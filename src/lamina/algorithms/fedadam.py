@@ -1,7 +1,7 @@
 """FedAdam: Adam on the server, with the clients' mean displacement as its gradient. "Adp-Fed" in the Fed-LAMB paper.
 
-Reddi et al. 2021, "Adaptive federated optimization", Algorithm 2; Fed-LAMB paper, Algorithm 2; FedLADA paper,
-Algorithm 1 (which prints the decay rates the other way round: B1).
+Reddi et al. 2021, "Adaptive federated optimization". Its full text was not at hand: this follows the Fed-LAMB paper's
+Algorithm 2, the FedLADA paper's Algorithm 1 (which prints the decay rates the other way round: B1) and public code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lamina.objective.layers import Layers
 @algorithm(
     "fedadam",
     title="FedAdam (Adp-Fed)",
-    reference="Reddi et al. 2021, Alg. 2",
+    reference="Reddi et al. 2021",
     link="https://arxiv.org/abs/2003.00295",
     lr=0.1,
     paper_cost=1,

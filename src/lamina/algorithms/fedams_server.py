@@ -1,9 +1,9 @@
 """FedAMS of Wang, Lin & Chen: FedAdam with a running maximum of the second moment, and FedCAMS with compressed uploads.
 
-Wang, Lin & Chen 2022, "Communication-efficient adaptive federated learning", Algorithms 1 and 2. `fedams` is another
-method (Chen et al. 2020), whose clients adapt. FedCAMS is this method with the channel ``{ codec = { name = "sign",
-scale = "model" }, feedback = true }``, or with "topk". "C16" is an entry in the list of choices:
-docs/reference/algorithms.md.
+Wang, Lin & Chen 2022, "Communication-efficient adaptive federated learning". Its full text was not at hand: this
+follows the authors' code and our memory of the paper. `fedams` is another method (Chen et al. 2020), whose clients
+adapt. FedCAMS is this method with the channel ``{ codec = { name = "sign", scale = "model" }, feedback = true }``, or
+with "topk". "C16" is an entry in the list of choices: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lamina.objective.layers import Layers
 @algorithm(
     "fedams_server",
     title="FedAMS (server)",
-    reference="Wang, Lin & Chen 2022, Alg. 1",
+    reference="Wang, Lin & Chen 2022",
     link="https://arxiv.org/abs/2205.02719",
     lr=0.01,
     paper_cost=1,

@@ -1,6 +1,6 @@
 """FedAvg: local SGD and averaging. The Fed-LAMB paper calls it Fed-SGD.
 
-McMahan et al. 2017, "Communication-efficient learning of deep networks from decentralized data", Algorithm 1.
+McMahan et al. 2017, "Communication-efficient learning of deep networks from decentralized data".
 """
 
 from __future__ import annotations

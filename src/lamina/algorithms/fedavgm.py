@@ -1,7 +1,8 @@
 """FedAvgM: FedAvg with heavy-ball momentum on the server.
 
-Hsu, Qi & Brown 2019, "Measuring the effects of non-identical data distribution for federated visual classification",
-section 4.2. "C24" is an entry in the list of choices: docs/reference/algorithms.md.
+Hsu, Qi & Brown 2019, "Measuring the effects of non-identical data distribution for federated visual classification".
+Its full text was not at hand: this follows public code, in which four implementations agree. "C24" is an entry in the
+list of choices: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """FedDyn: clients train on a regularised objective whose linear term remembers their earlier displacements.
 
-Acar et al. 2021, "Federated learning based on dynamic regularization", Algorithm 1, with q_i = -h_i / alpha and
-q = -h / alpha, so that nothing is divided by alpha: q_i is the sum of the client's displacements, and q the mean of all
-N clients' q_i. (A run that weights clients by their examples also weights them in q.) "C20" is an entry in the list of
-choices: docs/reference/algorithms.md.
+Acar et al. 2021, "Federated learning based on dynamic regularization". Its full text was not at hand: this follows the
+authors' code and our memory of the paper, with q_i = -h_i / alpha and q = -h / alpha, so that nothing is divided by
+alpha: q_i is the sum of the client's displacements, and q the mean of all N clients' q_i. (A run that weights clients
+by their examples also weights them in q.) "C20" is an entry in the list of choices: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Local(NamedTuple):
 @algorithm(
     "feddyn",
     title="FedDyn",
-    reference="Acar et al. 2021, Alg. 1",
+    reference="Acar et al. 2021",
     link="https://arxiv.org/abs/2111.04263",
     lr=0.1,
     paper_cost=1,

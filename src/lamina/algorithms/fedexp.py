@@ -1,7 +1,8 @@
 """FedExP: FedAvg whose server steps further than the mean, the more the clients' displacements differ.
 
-Jhunjhunwala, Wang & Joshi 2023, "FedExP: speeding up federated averaging via extrapolation", Algorithm 1, read with the
-authors' public code. "C27" is an entry in the list of choices: docs/reference/algorithms.md.
+Jhunjhunwala, Wang & Joshi 2023, "FedExP: speeding up federated averaging via extrapolation". Its full text was not at
+hand: this follows the authors' code and our memory of the paper. "C27" is an entry in the list of choices:
+docs/reference/algorithms.md.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Up(NamedTuple):
 @algorithm(
     "fedexp",
     title="FedExP",
-    reference="Jhunjhunwala et al. 2023, Alg. 1",
+    reference="Jhunjhunwala et al. 2023",
     link="https://arxiv.org/abs/2301.09604",
     lr=0.01,
     paper_cost=1,

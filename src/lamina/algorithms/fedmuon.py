@@ -1,8 +1,8 @@
 """FedMuon: Local Muon that starts from the clients' mean momentum and follows the global direction.
 
-Liu et al. 2025, "FedMuon: accelerating federated learning with matrix orthogonalization". (Another paper of that name,
-arXiv 2509.26337, corrects Muon by control variates.) Its full text was not at hand: this follows a third-party
-transcription and the authors' code. "C8" is an entry in the list of choices: docs/reference/algorithms.md.
+Liu et al. 2025, "FedMuon: accelerating federated learning with matrix orthogonalization". (Two other papers share the
+name: arXiv 2509.26337 and 2510.03866.) Its full text was not at hand: this follows a third-party transcription and the
+authors' code. "C8" is an entry in the list of choices: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations

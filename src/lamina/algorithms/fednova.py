@@ -1,8 +1,9 @@
 """FedNova: the server averages the clients' mean directions, so that nobody counts more for taking more local steps.
 
-Wang et al. 2020, "Tackling the objective inconsistency problem in heterogeneous federated optimization", Algorithm 1
-and section 4, read with the authors' public code. Client i sends d_i = (y_K - x) / a_i and a_i, the sum of the weights
-with which its K_i gradients enter y_K. "C32" is an entry in the list of choices: docs/reference/algorithms.md.
+Wang et al. 2020, "Tackling the objective inconsistency problem in heterogeneous federated optimization". Its full text
+was not at hand: this follows the authors' code and our memory of the paper. Client i sends d_i = (y_K - x) / a_i and
+a_i, the sum of the weights with which its K_i gradients enter y_K. "C32" is an entry in the list of choices:
+docs/reference/algorithms.md.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Up(NamedTuple):
 @algorithm(
     "fednova",
     title="FedNova",
-    reference="Wang et al. 2020, Alg. 1",
+    reference="Wang et al. 2020",
     link="https://arxiv.org/abs/2007.07481",
     lr=0.1,
     paper_cost=1,

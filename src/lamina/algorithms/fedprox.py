@@ -1,6 +1,6 @@
 """FedProx: FedAvg with a proximal term that pulls every client towards the broadcast model.
 
-Li et al. 2020, "Federated optimization in heterogeneous networks", Algorithm 2.
+Li et al. 2020, "Federated optimization in heterogeneous networks".
 The papers compared here do not state mu; 0.1 is the value in public code for FedLADA.
 """
 

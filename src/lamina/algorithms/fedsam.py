@@ -1,7 +1,7 @@
 """FedSAM: FedAvg with the gradient at the worst point nearby. mofedsam.py does the same to FedCM.
 
-Qu et al. 2022, "Generalized federated learning via sharpness aware minimization", Algorithm 1, read with public code
-(FL-Simulator). "C42" is an entry in the list of choices: docs/reference/algorithms.md.
+Qu et al. 2022, "Generalized federated learning via sharpness aware minimization". Its full text was not at hand: this
+follows public code (FL-Simulator). "C42" is an entry in the list of choices: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SharpnessAware(Algorithm):
 @algorithm(
     "fedsam",
     title="FedSAM",
-    reference="Qu et al. 2022, Alg. 1",
+    reference="Qu et al. 2022",
     link="https://arxiv.org/abs/2206.02618",
     lr=0.1,
     paper_cost=1,

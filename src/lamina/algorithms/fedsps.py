@@ -1,8 +1,8 @@
 """FedSPS: every local step has the stochastic Polyak step size, capped by the learning rate.
 
-Mukherjee, Loizou & Stich 2024, "Locally adaptive federated learning". Its algorithm box was not at hand: this follows
-what is known of it and of SPS_max (Loizou et al. 2021), on which it is built. "C56" is an entry in the list of choices:
-docs/reference/algorithms.md.
+Mukherjee, Loizou & Stich 2024, "Locally adaptive federated learning". Its full text was not at hand: this follows our
+memory of it, and public code of SPS_max (Loizou et al. 2021), on which it is built. "C56" is an entry in the list of
+choices: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FedYogi: FedAdam whose second moment grows and shrinks by steps of at most (1 - beta_2) D^2.
 
-Reddi et al. 2021, "Adaptive federated optimization", Algorithm 2, the line of FedYogi. "C25" is an entry in the list of
-choices: docs/reference/algorithms.md.
+Reddi et al. 2021, "Adaptive federated optimization". Its full text was not at hand: this follows public code and our
+memory of the paper. "C25" is an entry in the list of choices: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lamina.algorithms.server_moments import ServerMoments
 @algorithm(
     "fedyogi",
     title="FedYogi",
-    reference="Reddi et al. 2021, Alg. 2",
+    reference="Reddi et al. 2021",
     link="https://arxiv.org/abs/2003.00295",
     lr=0.1,
     paper_cost=1,

@@ -1,7 +1,7 @@
 """Local Muon: clients run Muon on matrices, and AdamW on all other tensors, from zero moments in every round.
 
-The baseline of FedMuon's paper (Liu et al. 2025), read with the authors' code; Muon is that of Jordan et al. 2024. The
-text of the paper was not at hand. "C8" is an entry in the list of choices: docs/reference/algorithms.md. fedmuon.py
+The baseline of FedMuon's paper (Liu et al. 2025); Muon is that of Jordan et al. 2024. The paper's full text was not at
+hand: this follows its authors' code. "C8" is an entry in the list of choices: docs/reference/algorithms.md. fedmuon.py
 builds on this file.
 """
 

@@ -9,7 +9,8 @@ entry in the list of choices where the text is ambiguous: docs/reference/algorit
 without a docstring; algorithm1.py has the options.
 
 The original Mime and MimeLite (Karimireddy et al. 2020, "Mime: mimicking centralized stochastic algorithms in
-federated learning", https://arxiv.org/abs/2008.03606, Algorithm 1) are the presets "mime" and "mimelite" (A14).
+federated learning", https://arxiv.org/abs/2008.03606; its full text was not at hand) are the presets "mime" and
+"mimelite" (A14).
 """
 
 from __future__ import annotations

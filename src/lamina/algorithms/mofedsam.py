@@ -1,7 +1,7 @@
 """MoFedSAM: FedCM with the gradient at the worst point nearby.
 
-Qu et al. 2022, "Generalized federated learning via sharpness aware minimization", Algorithm 2, read with public code
-(FL-Simulator). "C41" is an entry in the list of choices: docs/reference/algorithms.md.
+Qu et al. 2022, "Generalized federated learning via sharpness aware minimization". Its full text was not at hand: this
+follows public code (FL-Simulator). "C41" is an entry in the list of choices: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lamina.algorithms.fedsam import SharpnessAware
 @algorithm(
     "mofedsam",
     title="MoFedSAM",
-    reference="Qu et al. 2022, Alg. 2",
+    reference="Qu et al. 2022",
     link="https://arxiv.org/abs/2206.02618",
     lr=0.1,
     paper_cost=2,

@@ -1,9 +1,10 @@
 """Scaffnew: SCAFFOLD's correction at the cost of FedAvg. Clients learn it from how the next broadcast differs from y_K.
 
 Mishchenko, Malinovsky, Stich & Richtárik 2022, "ProxSkip: yes! Local gradient steps provably lead to communication
-acceleration! Finally!", Algorithm 2. Its coin, which says whether a step is followed by the mean, is the run's number
-of local steps here. The paper moves h_i as soon as the mean is known. A client learns the mean with the next broadcast,
-so it keeps y_K until then. "C61" is an entry in the list of choices: docs/reference/algorithms.md.
+acceleration! Finally!". Its full text was not at hand: this follows public code and our memory of the paper. Its coin,
+which says whether a step is followed by the mean, is the run's number of local steps here. The paper moves h_i as soon
+as the mean is known. A client learns the mean with the next broadcast, so it keeps y_K until then. "C61" is an entry in
+the list of choices: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Local(NamedTuple):
 @algorithm(
     "scaffnew",
     title="Scaffnew",
-    reference="Mishchenko et al. 2022, Alg. 2",
+    reference="Mishchenko et al. 2022",
     link="https://arxiv.org/abs/2202.09357",
     lr=0.1,
     paper_cost=1,

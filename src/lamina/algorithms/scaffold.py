@@ -1,8 +1,9 @@
 """SCAFFOLD, option II, with the scaled correction of the FedLADA paper (eq. 26).
 
-Karimireddy et al. 2020, "SCAFFOLD: stochastic controlled averaging for federated learning", Algorithm 1.
-Always c = (1/N) * sum of all N clients' c_i, and c_i is the mean raw gradient of client i's last round. So the change
-of c is the uniform mean of the cohort's changes times |S|/N, even if the model's mean is weighted by examples.
+Karimireddy et al. 2020, "SCAFFOLD: stochastic controlled averaging for federated learning". Its full text was not at
+hand: this follows public code and our memory of the paper. Always c = (1/N) * sum of all N clients' c_i, and c_i is the
+mean raw gradient of client i's last round. So the change of c is the uniform mean of the cohort's changes times |S|/N,
+even if the model's mean is weighted by examples.
 """
 
 from __future__ import annotations
@@ -91,17 +92,17 @@ class Scaffold(Algorithm):
             clipped = clip_by_norm(grad + local.correction, self.clip_direction)
             return local._replace(y=descend(local.y, add_decay(clipped, local.y, self.decay), lr))
         g = add_decay(grad, local.y, self.decay)
-        return local._replace(y=descend(local.y, g + local.correction, lr))  # Karimireddy l.10; LADA eq. 26
+        return local._replace(y=descend(local.y, g + local.correction, lr))  # LADA eq. 26
 
     def finish(self, local: Local, down: Server, client: Client, info: ClientInfo) -> tuple[Up, Client]:
         mean_step = (down.x - local.y) / (info.steps * info.lr)  # the mean of g + correction over the round
         removed = local.correction if self.control == "mean_gradient" else down.c - client.c  # B15
-        c = mean_step - removed  # Karimireddy l.12, option II
+        c = mean_step - removed  # option II
         return Up(local.y - down.x, c - client.c), Client(c)
 
     def update(self, server: Server, up: Up, info: ServerInfo) -> Server:
-        x = server.x + self.server_lr * up.delta  # l.16
-        c = server.c + info.participation * up.delta_c  # l.17
+        x = server.x + self.server_lr * up.delta
+        c = server.c + info.participation * up.delta_c
         return Server(x, c)
 
     def analysis(self, server: Server, previous: Server) -> Analysis:

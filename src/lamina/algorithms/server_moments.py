@@ -1,7 +1,7 @@
 """What FedAdam, FedYogi, FedAdagrad and server-side FedAMS share: SGD on the clients, moments on the server.
 
-Reddi et al. 2021, "Adaptive federated optimization", https://arxiv.org/abs/2003.00295, Algorithm 2: the server takes
-the clients' mean displacement for its gradient. The methods differ in how the second moment grows: `next_v`.
+Reddi et al. 2021, "Adaptive federated optimization", https://arxiv.org/abs/2003.00295: the server takes the clients'
+mean displacement for its gradient. The methods differ in how the second moment grows: `next_v`.
 """
 
 from __future__ import annotations

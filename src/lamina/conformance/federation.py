@@ -62,7 +62,8 @@ def conform(
             creates one from `params`; a Flower strategy, its class or a function that creates one; or a function. Its
             parameters say which half it is: (y, grad, …) a local step, (x, delta, …) a step of the server,
             (model, batches, …) the training of a client.
-        half: "local" or "server" for an optimizer; default: the half in which the algorithm keeps moments.
+        half: "local" or "server" for an optimizer; default: "local" if clients keep more than the model during a round,
+            or the server has nothing but the model; otherwise "server".
         options: keyword arguments for the other implementation.
         lr: the local learning rate; default: the algorithm's card.
         steps: how many steps to compare: local ones of each client, or rounds of the server.

@@ -62,7 +62,8 @@ def find_target(
     elif isinstance(given, type) and issubclass(given, Algorithm):
         raise BadInput(f"{name} is an algorithm of lamina's contract, which `lamina compare` compares with others")
     elif not callable(given):
-        raise BadInput(f"{name} is {short_repr(given)}, which cannot be called: give {EXPECTED}")
+        subject = "the other implementation" if name == type(given).__qualname__ else name
+        raise BadInput(f"{subject} is {short_repr(given)}, which cannot be called: give {EXPECTED}")
     elif _creates_optimizer(given):
         guess = "local" if _adapts_locally(algorithm, layers) else "server"
         create = functools.partial(given, **options)

@@ -73,7 +73,7 @@ class TrimmedMean:
 
 @dataclass(frozen=True)
 class CentredClipping:
-    """The mean of vectors that are clipped to a ball around a centre (Karimireddy, He & Jaggi 2021, Algorithm 2).
+    """The mean of vectors that are clipped to a ball around a centre (Karimireddy, He & Jaggi 2021).
 
     The paper's first centre is the aggregate of the last round. Here it is the round's coordinate-wise median, so that
     a round depends on nothing but what was sent in it.

@@ -1,8 +1,8 @@
 """Begin the next round on a GPU before the host has reported this one.
 
 The host takes longer to report a round than a small model takes for its local steps, and a GPU would idle meanwhile. So
-the next round's steps are queued as soon as the server's step is. If the next round turns out to start elsewhere (the
-run ends, a member has diverged, a callback has changed the model), they are thrown away.
+the next round's steps are queued as soon as the server's step is. If the next round must start from another state (a
+member has diverged, a callback has changed the model, the run ends), its steps are discarded.
 """
 
 from __future__ import annotations
