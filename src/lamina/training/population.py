@@ -74,8 +74,11 @@ class Population:
                 break
         return [simulation.history for simulation in self.simulations]
 
-    def run_round(self, *, evaluate: bool = False) -> dict[int, Row]:
-        """Train one round of all members that have not diverged; return the finished members' rows."""
+    def run_round(self, *, evaluate: bool = False, continues: bool = True) -> dict[int, Row]:
+        """Train one round of all members that have not diverged; return the finished members' rows.
+
+        The arguments are as for `Simulation.run_round`.
+        """
         engine = self.simulations[0].engine
         rows: dict[int, Row] = {}
         active = [i for i, one in enumerate(self.simulations) if i not in self.diverged and not one.has_stopped]
@@ -100,7 +103,8 @@ class Population:
         first = self.simulations[0]
         with arithmetic(first.precision, first.deterministic):
             if isinstance(engine, Stacked):
-                outcomes = engine.run_members(members, plan_ahead, continues=not evaluate)
+                is_evaluated = evaluate or any(s.is_evaluated(members[0].plan.number) for s in chosen)
+                outcomes = engine.run_members(members, plan_ahead, continues=continues and not is_evaluated)
             else:
                 outcomes = [_run_alone(simulation, member) for simulation, member in zip(chosen, members, strict=True)]
         seconds = (time.perf_counter() - started) / len(active)

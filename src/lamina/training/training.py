@@ -247,19 +247,28 @@ class Training:
             refuse_nonfinite(row)
         return self.history
 
-    def run_round(self, *, evaluate: bool = False) -> Row:
-        """Train one round and return its metrics; evaluate if this round is due, or if `evaluate` is set."""
+    def run_round(self, *, evaluate: bool = False, continues: bool = True) -> Row:
+        """Train one round and return its metrics; evaluate if this round is due, or if `evaluate` is set.
+
+        Unless the model is evaluated, a GPU may begin the next round before this one returns. Set `continues=False` to
+        prevent that: if the model is read after this round, to write a checkpoint, say.
+        """
         started = time.perf_counter()
         plan = self.next_plan()
         before = self.state
         with arithmetic(self.precision, self.deterministic):  # torch's process-wide switches, for this block
             if isinstance(self.engine, Stacked):  # it sends the next round's batches while a GPU works on this one
-                self.state, report = self.engine.run_round(self.state, plan, self.plan_ahead, continues=not evaluate)
+                continues = continues and not (evaluate or self.is_evaluated(plan.number))
+                self.state, report = self.engine.run_round(self.state, plan, self.plan_ahead, continues=continues)
             else:
                 self.state, report = self.engine.run_round(self.state, plan)
             seconds = time.perf_counter() - started
             (metrics,) = evaluate_together([self], always=evaluate)  # empty if no evaluation is due
             return self.record(before, plan, report, seconds, metrics)
+
+    def is_evaluated(self, number: int) -> bool:
+        """Return whether an evaluation is due after a round."""
+        return number % self.options.evaluate_every == 0
 
     def next_plan(self) -> RoundPlan:
         """Return the plan of the next round: its cohort, every client's batches and the learning rate."""
@@ -389,7 +398,7 @@ def evaluate_together(simulations: Sequence[Training], *, always: bool = False) 
     The caller sets the arithmetic.
     """
     started = time.perf_counter()
-    due = [one for one in simulations if always or one.state.round % one.options.evaluate_every == 0]
+    due = [one for one in simulations if always or one.is_evaluated(one.state.round)]
     finish = {one: one.start_evaluation() for one in due}
     metrics = {one: finish[one]() for one in due}
     seconds = {"evaluation_seconds": (time.perf_counter() - started) / max(1, len(due))}

@@ -187,7 +187,8 @@ def train(
     _for_each(complete, lambda i: folders[i].finish(simulations[i]))  # killed before its model was written
     while number < rounds and len(diverged) + len(complete) < len(simulations):
         number += 1
-        rows, failed = _run_round(simulations, population, diverged, evaluate=number == rounds)
+        due = {"evaluate": number == rounds, "continues": number % every != 0}  # a checkpoint would wait for a GPU
+        rows, failed = _run_round(simulations, population, diverged, **due)
         for i, row in rows.items():
             folders[i].record(row, simulations[i])
             on_round(i, row)
@@ -238,16 +239,15 @@ def _run_round(
     simulations: Sequence[Training],
     population: Population | None,
     diverged: Mapping[int, Diverged],
-    *,
-    evaluate: bool,
+    **due: bool,
 ) -> tuple[dict[int, Row], dict[int, Diverged]]:
     """Run one round; return the rows of the runs that finished it, and those that diverged in or after it."""
     if population is not None:
-        rows = population.run_round(evaluate=evaluate)
+        rows = population.run_round(**due)
         return rows, {i: error for i, error in population.diverged.items() if i not in diverged}
     rows = {}
     try:
-        rows[0] = simulations[0].run_round(evaluate=evaluate)
+        rows[0] = simulations[0].run_round(**due)
         refuse_nonfinite(rows[0])
     except Diverged as error:
         return rows, {0: error}
