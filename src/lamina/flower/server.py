@@ -34,6 +34,7 @@ from lamina.flower.roster import Roster
 from lamina.flower.setup import Setup
 from lamina.rounds.aggregation import combine_vectors
 from lamina.rounds.plan import RoundFacts
+from lamina.rounds.settings import needs_all_clients
 from lamina.storage.checkpoint import load_newest
 from lamina.storage.identity import of_run
 from lamina.training import evaluation
@@ -198,6 +199,8 @@ class Server:
             for line in ending_soon(self.keys):
                 record.note(line)
             down, updates = self._attempt(cohort, needed, record)
+            if needed <= len(updates) < len(cohort) and self.algorithm.all_clients:
+                self._note_once(record, needs_all_clients(self.algorithm, "quorum = 1.0, which repeats such rounds"))
             self._warn(record)
             if len(updates) >= needed:
                 return *self._close(down, updates, record), record
@@ -275,6 +278,11 @@ class Server:
             if self._warned.get(line, -1) < record.round - 1:
                 log.warning("round %d: %s", record.round, line)
             self._warned[line] = record.round
+
+    def _note_once(self, record: Attendance, line: str) -> None:
+        """Record a line, unless an earlier round had it."""
+        if line not in self._warned:
+            record.note(line)
 
     # --- the server's step ------------------------------------------------------------------------------------------
 
