@@ -114,7 +114,9 @@ class Stacked:
         self.memory = Memory(self.objective.device)
         graphs = Graphs() if self.objective.device.type == "cuda" else None
         self.graphs = Apart() if isinstance(self.forward, CapturedForward) else graphs
-        self.feed = BatchFeed(self.objective, self.protocol)
+        # where the numbers of a batch's samples are needed: with the data, or where a file is read
+        device = torch.device("cpu") if self._problem.needs_host else self.objective.device
+        self.feed = BatchFeed(self.objective, self.protocol, device)
         self.totals = Totals(self.objective, self.forward)
         self.begins_early = self.objective.device.type == "cuda"
 
@@ -457,13 +459,13 @@ class Stacked:
 
     def _add_full_gradients(self, now: RoundInProgress, chunk: list[Row]) -> None:
         """Compute grad F_i(x) over all data of every row's client."""
-        device, plans = self.objective.device, now.plans(chunk)
+        device, plans = self.feed.device, now.plans(chunk)
         samples = [plan.samples[row.c] for plan, row in zip(plans, chunk, strict=True)]
         sizes = np.array([len(positions) for positions in samples])
         batch = plans[0].index.shape[2]  # as in training: what fits there fits here
         if self.objective.evaluates_by_batch:
             batch = FIXED_CHUNK  # as in the loop, for it matters what is evaluated together
-        elif device.type == "cpu":
+        elif self.objective.device.type == "cpu":
             batch = max(batch, FIXED_CHUNK)
         steps = -(-int(sizes.max()) // batch)
         padded = np.zeros((len(chunk), steps * batch), dtype=np.int64)
@@ -478,7 +480,7 @@ class Stacked:
         work = LocalWork(SumOfGradients(), Summing(y, torch.zeros_like(y)), NoBroadcast(), buffers, batches, 0.0)
         problem = StackedObjective(self.objective, self.data, self.forward, summed=True)
         local, _ = self._take_steps(problem, work, filled)
-        gradients = local.total / send(sizes, device).to(y.dtype).unsqueeze(1)
+        gradients = local.total / send(sizes, y.device).to(y.dtype).unsqueeze(1)
         now.gradients |= dict(zip(chunk, gradients, strict=True))
 
     def _mean_gradient(self, now: RoundInProgress, e: int, ranks: Ranks) -> Tensor:
