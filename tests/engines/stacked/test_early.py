@@ -69,6 +69,12 @@ def test_rounds_that_need_more_than_the_servers_step_are_not_begun_early(name, b
     assert "early" not in begun
 
 
+def test_rounds_whose_batches_the_host_makes_are_not_begun_early(begun):
+    run = on_gpu_path("fedavg", augmentation=lambda batch, generator: batch + 1)
+    run.run(2)
+    assert begun == [1, "not early", 2, "not early"]
+
+
 def test_only_a_next_round_of_one_chunk_is_begun_early(begun):
     run = on_gpu_path("fedavg", sampling="bernoulli")
     sizes = [len(run.plan.cohort(number)) for number in range(1, 9)]

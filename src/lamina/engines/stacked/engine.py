@@ -387,8 +387,8 @@ class Stacked:
     def _begin_next(self, now: RoundInProgress, steps: dict[int, ServerStep]) -> bool:
         """Begin the next round's local steps, if they follow from the servers' steps; return whether it was tried."""
         upcoming = self.feed.upcoming
-        if upcoming is None or not can_begin_next(now, steps):
-            return False
+        if upcoming is None or self._problem.needs_host or not can_begin_next(now, steps):
+            return False  # if the host made the batches of all steps first, this round would be reported late
         members = next_members(now, steps, upcoming)
         if len(self._chunks(members, upcoming.rows)) > 1:
             return False
