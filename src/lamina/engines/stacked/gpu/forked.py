@@ -78,7 +78,7 @@ def _compile(job: Job) -> None:
 def run_forked(jobs: Sequence[Job]) -> None:
     """Run jobs in forked processes, as many as there are cores; what fails or takes too long is left out."""
     count = min(len(jobs), os.cpu_count() or 1)
-    children = []
+    children: list[int] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about threads: they hold no lock that a compiler takes
         for first in range(count):
