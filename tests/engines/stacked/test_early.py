@@ -10,7 +10,7 @@ import torch
 import lamina
 from lamina.base.errors import Diverged
 from lamina.engines.stacked.engine import Stacked
-from small_simulations import set_chunk, simulation, take_gpu_path
+from small_simulations import problem, set_chunk, simulation, take_gpu_path
 
 ROUNDS = 4
 
@@ -86,11 +86,20 @@ def test_only_a_next_round_of_one_chunk_is_begun_early(begun):
     assert [begun[begun.index(number) + 1] == "early" for number in range(2, 9)] == expected
 
 
-def test_no_round_is_begun_early_before_an_evaluation(begun):
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [
+        (1, [1, "not early", 2, "not early", 3, "not early"]),
+        (2, [1, 2, "early", "not early", 3, "not early"]),  # the last round is always evaluated
+        (3, [1, 2, "early", 3, "early", "not early"]),
+    ],
+)
+def test_no_round_is_begun_early_before_an_evaluation(every, expected, begun):
     """Its local steps would be counted in the time of the evaluation."""
-    run = on_gpu_path("fedavg", evaluate_every=2)
-    run.run(5)
-    assert begun == [1, 2, "early", "not early", 3, 4, "early", "not early", 5, "not early"]
+    run = on_gpu_path("fedavg", evaluate_every=every, test=problem("mlp")[1])
+    run.run(3)
+    assert begun == expected
+    assert ["evaluation_seconds" in row for row in run.history] == [number % every == 0 for number in (1, 2)] + [True]
 
 
 def test_no_round_of_a_population_is_begun_early_before_an_evaluation(begun):
