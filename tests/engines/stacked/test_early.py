@@ -208,3 +208,18 @@ def test_what_fails_in_the_next_round_does_not_lose_this_one(monkeypatch, caplog
     assert run.state.round == 2
     assert "from round 3 on no round begins before the last one is reported: an augmentation" in caplog.text
     assert not run.engine.begins_early
+
+
+class EndsAfter2:
+    """A schedule of the user's without a rate for round 3."""
+
+    def factor(self, round):
+        return float(round <= 2)
+
+
+def test_a_member_without_a_rate_for_the_next_round_keeps_this_one(begun):
+    population = lamina.Population([on_gpu_path("fedavg"), on_gpu_path("fedavg", schedule=EndsAfter2())])
+    with pytest.raises(lamina.BadInput, match="round 3"):
+        population.run(ROUNDS)
+    assert begun == [1, 2, "early", "not early"]
+    assert [len(one.history) for one in population.simulations] == [2, 2]

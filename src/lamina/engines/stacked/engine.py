@@ -389,15 +389,15 @@ class Stacked:
         upcoming = self.feed.upcoming
         if upcoming is None or self._problem.needs_host or not can_begin_next(now, steps):
             return False  # if the host made the batches of all steps first, this round would be reported late
-        members = next_members(now, steps, upcoming)
-        if len(self._chunks(members, upcoming.rows)) > 1:
-            return False
-        following = RoundInProgress(members, upcoming.rows)
         try:
+            members = next_members(now, steps, upcoming)
+            if len(self._chunks(members, upcoming.rows)) > 1:
+                return False
+            following = RoundInProgress(members, upcoming.rows)
             self._open(following)
             self._early = EarlyRound(following, self._start(following, following.rows))
         except Exception as error:  # raised again when the round is due: this one shall not be lost
-            number = members[0].plan.number
+            number = upcoming.plans[0].number
             log.info("from round %d on no round begins before the last one is reported: %s", number, error)
             self.begins_early = False
         return True
