@@ -34,11 +34,17 @@ def name(page):
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
+LONG = ("transformers.md",)  # takes seconds to import the packages
+WITH_PYTHON = [
+    pytest.param(page, marks=pytest.mark.long if page.name in LONG else ()) for page in PAGES if blocks(page, "python")
+]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
 @mock.patch.dict(algorithms.registry())  # an example's algorithm stays in the example
 def test_python_blocks_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for package in ("peft", "transformers"):  # extras that `make test` does without
+    for package in ("peft", "transformers"):  # extras
         if f"from {package} import" in page.read_text():
             pytest.importorskip(package)
     scope = {"__name__": "example"}

@@ -64,7 +64,7 @@ CASES = [
     *((name, codec, 0.6) for name in ("fedavg", "scaffold", "fedlamb", "mimelamb", "fedlada") for codec in CODECS),
     ("fedlamb", "noise", 0.6),
     ("fedlada", "segmentation", 1.0),
-    *((None, kind, 0.7) for kind in kinds.KINDS if kind not in ("dict", "tuple", "segmentation")),
+    *((None, kind, 0.7) for kind in kinds.KINDS if kind not in ("dict", "tuple", "segmentation", *kinds.TRANSFORMERS)),
 ]
 
 
