@@ -54,6 +54,7 @@ class Diverged(LaminaError, ArithmeticError):
 # Other libraries' words for names of lamina, without case, "-" and "_".
 SYNONYMS = {
     "algorithm": ("optimizer", "optimiser", "strategy", "method"),
+    "algorithms": ("optimizer", "optimiser", "optimizers", "strategy", "strategies", "method", "methods"),
     "augmentation": ("transform", "transforms"),
     "batch_size": ("bs", "minibatch"),
     "clip": ("maxgradnorm", "gradclip", "gradientclipping", "clipnorm"),
