@@ -295,5 +295,6 @@ def simulation(kind, engine="stacked", algorithm=None, **settings):
     engine = "captured" if (kind, engine) == ("per_batch", "stacked") else engine  # it has no stacked form
     return lamina.Simulation(
         model(kind), data(), algorithm or algorithm_for(kind), test=data(), clients=PARTS, loss=loss,
-        engine=engine, device="cpu", **{"batch_size": 4, "participation": 0.7, "lr": 0.05, "seed": 3, **settings},
+        engine=engine,
+        **{"batch_size": 4, "participation": 0.7, "lr": 0.05, "seed": 3, "device": "cpu", **settings},
     )  # fmt: skip

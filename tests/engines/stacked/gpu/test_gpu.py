@@ -4,11 +4,14 @@ import gc
 import itertools
 import logging
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import kinds
 import lamina
+import small_simulations
 from kinds import KINDS, PARTS, model
 from lamina import models
 from lamina.algorithms.contract import LocalModel
@@ -55,7 +58,7 @@ def simulation(algorithm, engine, model="mlp", rows=None, samples=210, dropout=0
     """Seven clients of different sizes."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (samples, 1, 28, 28), dtype=torch.uint8, generator=generator)
-    data = images, torch.arange(samples) % 10
+    data = settings.pop("data", (images, torch.arange(samples) % 10))
     ends = [0, 25, 40, 75, 100, 140, 170, 210]
     settings = {
         "clients": [range(a, b) for a, b in itertools.pairwise(ends)],
@@ -115,6 +118,69 @@ def test_private_parts_are_those_of_the_loop(algorithm, model):
         (x, _), (expected, _) = (run.client_parameters(client) for run in runs)
         # rounding, which differs from run to run in the loop, may flip a ReLU of the CNN
         assert float((x - expected).norm() / expected.norm()) < (1e-4 if model == "mlp" else 1e-2)
+
+
+@pytest.mark.parametrize("engine", ["stacked", "captured"])
+def test_private_norms_and_their_statistics_are_those_of_the_loop(engine):
+    settings = {"private": ["1.*", "6.*"], "device": "cuda"}
+    runs = [small_simulations.simulation("batch_norm", "fedlada", each, **settings) for each in (engine, "loop")]
+    for run in runs:
+        run.run(3)
+    assert runs[0].engine.name == engine
+    for client in range(4):
+        (x, buffers), (expected, statistics) = (run.client_parameters(client) for run in runs)
+        torch.testing.assert_close(x, expected, rtol=1e-8, atol=1e-10)
+        for name, value in statistics.items():
+            torch.testing.assert_close(buffers[name], value, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        ("dict_targets", "stacked"),
+        ("dict_targets", "captured"),
+        ("tuple_targets", "stacked"),
+        ("per_batch", "captured"),
+    ],
+)
+def test_targets_and_losses_are_those_of_the_loop(kind, engine):
+    run, reference = (kinds.simulation(kind, each, device="cuda") for each in (engine, "loop"))
+    run.run(2)
+    reference.run(2)
+    assert run.engine.name == engine
+    assert_same(run, reference, 1e-9)
+
+
+def mapped_inputs(folder):
+    """The inputs of `simulation`, on disk."""
+    generator = torch.Generator().manual_seed(0)
+    np.save(folder / "x.npy", torch.randint(0, 256, (210, 1, 28, 28), dtype=torch.uint8, generator=generator).numpy())
+    return np.load(folder / "x.npy", mmap_mode="r"), torch.arange(210) % 10
+
+
+def noisy(batch, generator):
+    return batch + 0.1 * torch.randn(batch.shape, generator=generator, device=batch.device)
+
+
+@pytest.mark.parametrize("cause", ["memory-mapped", "augmentation of your own"])
+def test_what_the_host_prepares_trains_in_the_loop_and_one_line_says_why(cause, caplog, tmp_path):
+    caplog.set_level(logging.INFO)
+    settings = {"data": mapped_inputs(tmp_path)} if cause == "memory-mapped" else {"augmentation": noisy}
+    run, again = simulation("fedlamb", "auto", **settings), simulation("fedlamb", "loop", **settings)
+    (line,) = {text for text in caplog.messages if text.startswith("engine loop: ") and "asked for" not in text}
+    assert cause in line
+    for engine in ("stacked", "captured"):
+        with pytest.raises(lamina.BadInput, match=f"engine='{engine}' is not possible here: .*{cause}"):
+            simulation("fedlamb", engine, **settings)
+    plain = simulation("fedlamb", "loop")
+    for each in (run, again, plain):
+        each.run(2)
+    assert_same(run, again)
+    if cause == "memory-mapped":
+        assert_same(run, plain)  # as from memory
+    else:
+        with pytest.raises(AssertionError):
+            assert_same(run, plain)
 
 
 @pytest.mark.parametrize("engine", ["stacked", "captured"])
