@@ -61,6 +61,7 @@ SYNONYMS = {
     "data": ("dataset",),
     "decay": ("weightdecay", "wd", "l2"),
     "device": ("gpu", "cuda"),
+    "fedavg": ("sgd", "localsgd", "fedsgd"),
     "local_steps": ("steps", "iterations"),
     "loss": ("criterion", "lossfn", "lossfunction"),
     "lr": ("learningrate", "eta", "stepsize"),

@@ -102,7 +102,7 @@ def check_on_round(on_round: Callable[..., None] | None, *arguments: str) -> Non
     try:
         inspect.signature(on_round).bind(*arguments)
     except TypeError as error:
-        raise BadInput(f"on_round is called with ({', '.join(arguments)}): {error}") from None
+        raise BadInput(f"on_round is called with ({', '.join(arguments)}), which it does not take: {error}") from None
     except ValueError:  # a function without a signature, written in C
         return
 
