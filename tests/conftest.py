@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 import torch
 
-from lamina.base.warnings_once import WarningsOnce
+from lamina.base.warnings_once import Once
 from more_transcriptions import ALL as EVEN_NEWER
 from newer_transcriptions import ALL as NEWER
 
@@ -45,9 +45,10 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def no_warnings_yet():
     """Every test gets the warnings that another one has had before."""
-    for handler in logging.getLogger("lamina").handlers:
-        if isinstance(handler, WarningsOnce):
-            handler.forget()
+    for handler in [*logging.getLogger("lamina").handlers, *logging.getLogger().handlers]:
+        for each in [*handler.filters, getattr(handler, "once", None)]:
+            if isinstance(each, Once):
+                each.forget()
 
 
 @pytest.fixture

@@ -7,7 +7,26 @@ import math
 import time
 
 REPEAT_AFTER_S = 60.0  # since a text last came; so a notebook's cell that is run again warns again
-NEW = "is_new_to_lamina"  # attribute of a record
+
+
+class Once:
+    """A filter that drops the warnings of lamina that have just come."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, float] = {}  # when each text last came
+
+    def __call__(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is no repetition of a warning of lamina."""
+        if record.levelno < logging.WARNING or not f"{record.name}.".startswith("lamina."):
+            return True
+        text, now = record.getMessage(), time.monotonic()
+        is_new = now - self._times.get(text, -math.inf) > REPEAT_AFTER_S
+        self._times[text] = now
+        return is_new
+
+    def forget(self) -> None:
+        """Let every text pass again."""
+        self._times.clear()
 
 
 class WarningsOnce(logging.Handler):
@@ -20,37 +39,23 @@ class WarningsOnce(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._times: dict[str, float] = {}  # when each text last came
+        self.once = Once()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a warning that is not a repetition, or let the other handlers do so."""
+        """Print a warning that is not a repetition, or let the other handlers do so, which come after this one."""
         handlers = printing_handlers()
         for handler in handlers:
-            if self.is_new not in handler.filters:
-                handler.addFilter(self.is_new)
-        if self.is_new(record) and logging.lastResort and not handlers:
+            if not any(isinstance(each, Once) for each in handler.filters):
+                handler.addFilter(Once())
+        if self.once(record) and logging.lastResort and not handlers:
             logging.lastResort.handle(record)
-
-    def is_new(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is no repetition of a warning of lamina."""
-        if record.levelno < logging.WARNING or not f"{record.name}.".startswith("lamina."):
-            return True
-        if NEW not in record.__dict__:  # the first of several handlers asks
-            text, now = record.getMessage(), time.monotonic()
-            record.__dict__[NEW] = now - self._times.get(text, -math.inf) > REPEAT_AFTER_S
-            self._times[text] = now
-        return bool(record.__dict__[NEW])
-
-    def forget(self) -> None:
-        """Print every text again."""
-        self._times.clear()
 
 
 def print_warnings_once() -> None:
     """Let lamina's logger print warnings; called when the Python API, or the logs of runs, are imported."""
     logger = logging.getLogger("lamina")
     if not any(isinstance(handler, WarningsOnce) for handler in logger.handlers):
-        logger.addHandler(WarningsOnce())
+        logger.handlers.insert(0, WarningsOnce())
 
 
 def printing_handlers() -> list[logging.Handler]:
