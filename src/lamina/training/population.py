@@ -12,6 +12,7 @@ from lamina.base.errors import BadInput, Diverged
 from lamina.base.limits import check_count
 from lamina.data.dataset import Dataset
 from lamina.engines.devices import arithmetic
+from lamina.engines.ranks import everywhere
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.independence import work_together
 from lamina.engines.stacked.rows import Member, Outcome
@@ -70,7 +71,7 @@ class Population:
         for left in range(check_count("run: rounds", rounds, least=0), 0, -1):
             for i, row in self.run_round(evaluate=left == 1).items():
                 stop.call(i, row)
-            if stop():
+            if not everywhere(not stop()):
                 break
         return [simulation.history for simulation in self.simulations]
 

@@ -30,6 +30,7 @@ from lamina.data.samples import describe_samples
 from lamina.engines.choice import Engine, choose_engine
 from lamina.engines.devices import Precision, arithmetic, check_model_fits, usable_precision
 from lamina.engines.personal import first_record, model_in_use
+from lamina.engines.ranks import everywhere
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.layers.convolution import prepare_kernels
 from lamina.engines.state import RoundReport, State
@@ -101,7 +102,7 @@ def check_on_round(on_round: Callable[..., None] | None, *arguments: str) -> Non
     try:
         inspect.signature(on_round).bind(*arguments)
     except TypeError as error:
-        raise BadInput(f"on_round is called with ({', '.join(arguments)}): {error}") from None
+        raise BadInput(f"on_round is called with ({', '.join(arguments)}), which it does not take: {error}") from None
     except ValueError:  # a function without a signature, written in C
         return
 
@@ -237,11 +238,12 @@ class Training:
     def run(self, rounds: int, on_round: Callable[[Row], None] | None = None) -> History:
         """Train for `rounds` more rounds and return the history; `on_round` is called with every round's metrics.
 
-        With `patience`, training may stop earlier. If `on_round` raises StopIteration, the run ends after that round.
+        With `patience`, training may stop earlier. If `on_round` raises StopIteration, the run ends after that round,
+        under torchrun in all processes.
         """
         last = self.state.round + check_count("run: rounds", rounds, least=0)
         stop = Stop(on_round or (lambda row: None))
-        while self.state.round < last and not self.has_stopped and not stop():
+        while self.state.round < last and everywhere(not (self.has_stopped or stop())):
             row = self.run_round(evaluate=self.state.round + 1 == last)
             stop.call(row)
             refuse_nonfinite(row)

@@ -17,7 +17,7 @@ import torch
 from lamina.base.errors import Diverged
 from lamina.data.partitions import label_counts
 from lamina.engines.devices import choose_device
-from lamina.engines.ranks import Ranks
+from lamina.engines.ranks import Ranks, everywhere
 from lamina.engines.stacked.engine import Stacked
 from lamina.experiment.build import choose_threads
 from lamina.experiment.config import Experiment
@@ -110,13 +110,6 @@ def open_folder(path: Path, config: Mapping[str, Any], **options: Any) -> RunFol
         raise SystemExit(0)  # the first process reports, and its exit code counts
     accept = bool(config["run"].get("accept_changed_code"))
     return RankFolder(path, ranks.rank, found=shared[0]["found"], accept_changed_code=accept)
-
-
-def everywhere(here: bool) -> bool:
-    """Return whether a condition holds in all processes."""
-    ranks = Ranks.current()
-    device = "cuda" if ranks.world > 1 and torch.distributed.get_backend() == "nccl" else "cpu"
-    return int(ranks.add(torch.tensor(int(not here), device=device))) == 0
 
 
 def restore(simulations: Sequence[Training], folders: Sequence[RunFolder | RankFolder]) -> None:

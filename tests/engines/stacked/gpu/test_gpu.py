@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+import kinds
 import lamina
+import small_simulations
 from kinds import KINDS, PARTS, model
 from lamina import models
 from lamina.algorithms.contract import LocalModel
@@ -120,6 +122,37 @@ def test_private_parts_are_those_of_the_loop(algorithm, model):
         (x, _), (expected, _) = (run.client_parameters(client) for run in runs)
         # rounding, which differs from run to run in the loop, may flip a ReLU of the CNN
         assert float((x - expected).norm() / expected.norm()) < (1e-4 if model == "mlp" else 1e-2)
+
+
+@pytest.mark.parametrize("engine", ["stacked", "captured"])
+def test_private_norms_and_their_statistics_are_those_of_the_loop(engine):
+    settings = {"private": ["1.*", "6.*"], "device": "cuda"}
+    runs = [small_simulations.simulation("batch_norm", "fedlada", each, **settings) for each in (engine, "loop")]
+    for run in runs:
+        run.run(3)
+    assert runs[0].engine.name == engine
+    for client in range(4):
+        (x, buffers), (expected, statistics) = (run.client_parameters(client) for run in runs)
+        torch.testing.assert_close(x, expected, rtol=1e-8, atol=1e-10)
+        for name, value in statistics.items():
+            torch.testing.assert_close(buffers[name], value, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        ("dict_targets", "stacked"),
+        ("dict_targets", "captured"),
+        ("tuple_targets", "stacked"),
+        ("per_batch", "captured"),
+    ],
+)
+def test_targets_and_losses_are_those_of_the_loop(kind, engine):
+    run, reference = (kinds.simulation(kind, each, device="cuda") for each in (engine, "loop"))
+    run.run(2)
+    reference.run(2)
+    assert run.engine.name == engine
+    assert_same(run, reference, 1e-9)
 
 
 @pytest.mark.parametrize("engine", ["stacked", "captured"])
