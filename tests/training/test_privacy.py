@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 
+import pandas
 import pytest
 import torch
 from torch import nn
@@ -31,10 +32,10 @@ Y = (X.sum(1) > 0).long()
 def run_of(tmp_path):
     """Makes a simulation of 20 clients; the secret lies in the test's folder."""
 
-    def make(engine="loop", privacy=None, data=(X, Y), **changed):
+    def make(engine="loop", privacy=None, data=(X, Y), model=None, **changed):
         with torch.random.fork_rng():
             torch.manual_seed(2)
-            model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+            model = model or nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
         given = {"bound": 0.5, "noise_multiplier": 2.0, "delta": 1e-3, "secret": str(tmp_path / "secret")}
         settings = {"clients": 20, "participation": 0.25, "local_steps": 2, "batch_size": 4, "lr": 0.1}
         return lamina.Simulation(
@@ -180,6 +181,15 @@ def test_a_gpu_that_computes_other_last_bits_is_warned_of(caplog):
         assert not caplog.records
         warn_of_inexact_replays(torch.device(device), deterministic=deterministic)
     assert "deterministic=True" in caplog.text
+
+
+def test_statistics_of_a_table_are_warned_of(run_of, caplog):
+    table = pandas.DataFrame({"a": X[:, 0], "b": X[:, 1], "c": X[:, 2], "ill": Y})
+    for preprocessing in (None, {"standardise": True}):
+        assert "table's preprocessing" not in caplog.text
+        data = lamina.data.as_dataset(table, y="ill", preprocessing=preprocessing)
+        run_of(data=data, model=nn.Linear(3, 2))
+    assert "the model and preprocessing.json tell their means" in caplog.text
 
 
 def test_of_several_ranks_the_first_one_writes_and_has_the_secret(run_of, monkeypatch, tmp_path):
