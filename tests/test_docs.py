@@ -1,6 +1,7 @@
 """The README and the docs: examples run, commands exist, links lead somewhere, and the site builds."""
 
 import contextlib
+import inspect
 import json
 import re
 import shlex
@@ -19,6 +20,7 @@ from data_setup import FakeHubSplit
 from lamina import algorithms
 from lamina.cli import command_line
 from lamina.experiment.config import load
+from lamina.rounds.settings import TrainArguments
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -38,6 +40,7 @@ def name(page):
 @mock.patch.dict(algorithms.registry())  # an example's algorithm stays in the example
 def test_python_blocks_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # where the secret of private runs lies
     for package in ("peft", "transformers"):  # extras that `make test` does without
         if f"from {package} import" in page.read_text():
             pytest.importorskip(package)
@@ -108,6 +111,11 @@ def test_predictions_for_a_new_table_take_fifteen_lines():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_docstring_of_a_simulation_explains_every_argument():
+    wanted = {*inspect.signature(lamina.Simulation).parameters, *TrainArguments.__annotations__} - {"settings"}
+    assert wanted <= {*re.findall(r"^ *(\w+): ", lamina.Simulation.__doc__, flags=re.MULTILINE)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
