@@ -34,6 +34,7 @@ from lamina.storage.releases import Releases
 log = logging.getLogger(__name__)
 SECRET_BYTES = 32
 COHORT_PER_COUNT_NOISE = 20  # clients, by default (Andrew et al. 2021)
+PARTICIPATION = ("participation", "sampling", "cohort_cap", "min_separation")  # settings that the account depends on
 # The columns of a private run, besides ε and the evaluation on public test data. Others are not written.
 PUBLIC = ("round", "lr", "update_norm", "clip_bound", "evaluation_seconds")  # of settings, and of means with noise
 OF_COHORT = ("clients", "bytes_down", "bytes_up", "paper_bytes")  # of an expected cohort, if the real ones are secret
@@ -234,14 +235,8 @@ def _spent(accountant: Accountant, privacy: Privacy, round: int, *, is_released:
 
 
 def _participation(protocol: TrainSettings, privacy: Privacy) -> dict[str, Any]:
-    return {
-        "participation": protocol.participation,
-        "sampling": protocol.sampling,
-        "cohort_cap": protocol.cohort_cap,
-        "min_separation": protocol.min_separation,
-        "secret_cohorts": privacy.secret_cohorts,
-        "bands": privacy.bands,
-    }
+    how = {name: getattr(protocol, name) for name in PARTICIPATION}
+    return how | {"secret_cohorts": privacy.secret_cohorts, "bands": privacy.bands}
 
 
 def _secret_path(privacy: Privacy) -> Path:
