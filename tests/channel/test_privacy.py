@@ -1,5 +1,6 @@
 """Differential privacy in a run: what is clipped, what noise the mean gets, what is refused, and what is spent."""
 
+import base64
 import itertools
 import math
 
@@ -237,9 +238,12 @@ def test_a_resumed_run_draws_the_same_noise_and_another_run_other_noise(run_of, 
         part.run(rounds)
     assert torch.equal(part.state.server.x, whole.state.server.x)
     assert run_of(lr=0.2).protocol.privacy.noise.key != run_of(lr=0.3).protocol.privacy.noise.key
-    written = "".join(path.read_text(errors="ignore") for path in (tmp_path / "part").rglob("*") if path.is_file())
-    assert (tmp_path / "secret").read_bytes().hex() not in written
-    assert (tmp_path / "secret").stat().st_mode & 0o077 == 0
+    secret, key = (tmp_path / "secret").read_bytes(), part.protocol.privacy.noise.key
+    files = {path: path.read_bytes() for path in (tmp_path / "part").rglob("*") if path.is_file()}
+    assert len(files) > 5
+    for path, content in files.items():
+        for each in (secret, key, secret.hex().encode(), secret.hex().upper().encode(), base64.b64encode(secret)):
+            assert each not in content, path
     (tmp_path / "secret").unlink()
     with pytest.raises(BadInput, match="drawn from another secret"):
         run_of("scaffold", out=tmp_path / "part", privacy=shared).run(6)

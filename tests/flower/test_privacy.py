@@ -153,8 +153,20 @@ def test_no_update_is_refused_for_its_size_and_each_moves_the_mean_by_its_bound(
     assert [[len(entry[name]) for name in ("took_part", "refused")] for entry in setup.journal] == [[4, 0]] * ROUNDS
     one, other = (mean for number, mean, _ in released if number == 1)
     assert 0 < float((one - other).norm()) <= 2 * 0.05 / 4
-    with pytest.raises(BadInput, match="max_norm publishes figures of single clients without noise"):
-        federation("c", more={"limits": Limits(max_norm=1.0)}).run()
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"limits": Limits(max_norm=1.0)}, "max_norm"), ({"evaluate_on": "nodes"}, "evaluate_on"),
+        ({"evaluate_on": "both"}, "evaluate_on"),
+    ],
+)  # fmt: skip
+def test_figures_of_single_clients_are_refused(federation, more, name):
+    setup = federation(more=more)
+    with pytest.raises(BadInput, match=f"^privacy: {name} publishes figures of single clients without noise") as error:
+        setup.run()
+    assert "\n" not in str(error.value)
 
 
 PUBLIC_COLUMNS = {

@@ -1,8 +1,10 @@
 """A run with differential privacy and its ledger: no noise is used on two means, and replays are free."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pandas
 import pytest
@@ -108,6 +110,25 @@ def test_a_link_to_the_secret_has_its_ledger(run_of, ledgers, tmp_path):
     (tmp_path / "elsewhere" / "link").symlink_to(tmp_path / "secret")
     run_of(privacy={"secret": str(tmp_path / "elsewhere" / "link")}).run(2)
     assert [len(each) for each in ledgers()] == [2]
+
+
+def test_others_can_never_read_the_secret(run_of, tmp_path, monkeypatch):
+    """Also not for the moment between its creation and a change of its mode, and whatever the umask."""
+    modes, original = [], os.link
+
+    def link(source, target):
+        modes.append(source.stat().st_mode & 0o777)
+        original(source, target)
+
+    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr(Path, "chmod", lambda *_: pytest.fail("it had another mode before"))
+    before = os.umask(0)
+    try:
+        run_of()
+    finally:
+        os.umask(before)
+    assert modes == [0o600]
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
 
 
 def test_nothing_is_released_that_is_not_in_the_ledger(run_of, monkeypatch):

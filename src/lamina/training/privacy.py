@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lamina.algorithms.contract import Algorithm, has_displacement
-from lamina.base.atomic import write_file
+from lamina.base.atomic import sync_folder
 from lamina.base.errors import BadInput, Diverged
 from lamina.base.text import plural
 from lamina.channel.privacy import Noise, Privacy
@@ -250,11 +250,15 @@ def _secret(path: Path) -> bytes:
         with writing_to(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
             new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-            write_file(new, secrets.token_bytes(SECRET_BYTES))
-            new.chmod(0o600)
+            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # nobody else can ever read it
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(secrets.token_bytes(SECRET_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
             with contextlib.suppress(FileExistsError):  # of several processes, the first one's counts
                 os.link(new, path)
             new.unlink()
+            sync_folder(path.parent)
     secret = path.read_bytes()
     if len(secret) < SECRET_BYTES:
         raise BadInput(f"'{path}' holds {len(secret)} bytes, and the secret of noise has {SECRET_BYTES}: remove it")
