@@ -206,6 +206,8 @@ def test_nothing_written_tells_who_took_part_in_a_secret_cohort(federation, samp
         grid = setup.grid(on_reply=on_reply)
         setup.run(grid)
         sizes += [asked(grid, number) for number in range(1, 5)]
+        for number in range(1, 5):  # a message of another size would tell who has taken part before
+            assert len({wire.payload_bytes(each.content) for _, each in grid.seen if is_train(each, number)}) == 1
         columns.append([[row[column] for column in ("clients", "bytes_down", "bytes_up")] for row in setup.rows])
     assert columns[0] == columns[1]
     assert (len(set(sizes)) > 1) == (sampling == "bernoulli")
