@@ -1,5 +1,7 @@
 """Differential privacy in a federation that is killed or run again: every release has its own noise and counts."""
 
+import logging
+
 import pytest
 import torch
 from flwr.app import Message
@@ -218,7 +220,8 @@ def test_nothing_written_tells_who_took_part_in_a_secret_cohort(federation, samp
     assert 'client="' not in text
 
 
-def test_of_public_cohorts_all_is_written_but_why_an_update_cannot_be_used(federation, capsys):
+def test_of_public_cohorts_all_is_written_but_why_an_update_cannot_be_used(federation, capsys, caplog):
+    caplog.set_level(logging.DEBUG, logger="lamina")
     setup = federation()
     setup.run(setup.grid(on_reply=spoiled(altered(examples=10**9), rounds=[2])))
     assert {*setup.rows[0]} == PUBLIC_COLUMNS | TELLING
@@ -227,6 +230,7 @@ def test_of_public_cohorts_all_is_written_but_why_an_update_cannot_be_used(feder
     assert 'refusals_total{run="run",client="1"} 1' in text
     assert "only the node's log says why" in text
     assert str(10**9) not in text
+    assert {record.levelname for record in caplog.records if str(10**9) in record.getMessage()} == {"DEBUG"}
 
 
 def test_the_error_of_a_federation_that_stops_names_nobody_of_a_secret_cohort(federation):
