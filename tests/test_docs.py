@@ -1,6 +1,7 @@
 """The README and the docs: examples run, commands exist, links lead somewhere, and the site builds."""
 
 import contextlib
+import inspect
 import json
 import re
 import shlex
@@ -19,6 +20,7 @@ from data_setup import FakeHubSplit
 from lamina import algorithms
 from lamina.cli import command_line
 from lamina.experiment.config import load
+from lamina.rounds.settings import TrainArguments
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -44,6 +46,7 @@ WITH_PYTHON = [
 @mock.patch.dict(algorithms.registry())  # an example's algorithm stays in the example
 def test_python_blocks_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # where the secret of private runs lies
     for package in ("peft", "transformers"):  # extras
         if f"from {package} import" in page.read_text():
             pytest.importorskip(package)
@@ -127,6 +130,11 @@ def test_a_recipe_is_at_most_fifteen_lines(page, heading):
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_docstring_of_a_simulation_explains_every_argument():
+    wanted = {*inspect.signature(lamina.Simulation).parameters, *TrainArguments.__annotations__} - {"settings"}
+    assert wanted <= {*re.findall(r"^ *(\w+): ", lamina.Simulation.__doc__, flags=re.MULTILINE)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -25,20 +25,19 @@ def double():
     return small_model(norm=True).double()
 
 
-# `make test` takes every codec and every method once, the long tests take all pairs
 METHODS = ["fedavg", "scaffold", "fedlamb", "mimelamb", "fedlada"]
-PAIRS = [
-    pytest.param(codec, method, id=f"{codec}-{method}", marks=[] if i % len(METHODS) == j else [pytest.mark.long])
-    for i, codec in enumerate(CODECS)
-    for j, method in enumerate(METHODS)
-]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("codec", "algorithm"), PAIRS)
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("algorithm", METHODS)
 def test_the_federation_agrees_with_the_simulation(codec, algorithm, tmp_path):
-    """Also its bytes, which the ledger knows from the codec, and the federation counts in its messages."""
-    channel = {"codec": codec, "feedback": codec != "bf16", "down": "bf16"}
+    """Also its bytes, which the ledger knows from the codec, and the federation counts in its messages.
+
+    Each codec has error feedback with about every other method.
+    """
+    has_feedback = (CODECS.index(codec) + METHODS.index(algorithm)) % 2 == 0
+    channel = {"codec": codec, "feedback": has_feedback, "down": "bf16"}
     no_limit = {"limits": lamina.flower.Limits(times_median=None)}
     setup = Setup(tmp_path, algorithm, model=double, rounds=3, batch_size=5, channel=channel, more=no_limit)
     setup.run()

@@ -22,6 +22,7 @@ from lamina.rounds.plan import RoundPlan
 from lamina.rounds.settings import PER_MEMBER, TrainSettings
 from lamina.training.evaluation import refuse_nonfinite
 from lamina.training.history import History, Row
+from lamina.training.privacy import published_error
 from lamina.training.training import Stop, Training, check_on_round, evaluate_together
 
 
@@ -112,7 +113,7 @@ class Population:
         finished: list[tuple[int, Member, RoundReport]] = []
         for i, member, outcome in zip(active, members, outcomes, strict=True):
             if isinstance(outcome, Diverged):
-                self.diverged[i] = outcome
+                self.diverged[i] = published_error(outcome, member.protocol)
             else:
                 self.simulations[i].state, report = outcome
                 finished.append((i, member, report))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lamina.algorithms.contract import Algorithm, has_client_models
 from lamina.algorithms.rehearsal import is_user_defined, rehearse
 from lamina.base import rng
-from lamina.base.errors import BadInput, unknown
+from lamina.base.errors import BadInput, Diverged, unknown
 from lamina.base.limits import check_count
 from lamina.data.dataset import Dataset
 from lamina.data.matching import match
@@ -62,7 +62,9 @@ from lamina.training.privacy import (
     accountant_of,
     check_privacy,
     published,
+    published_error,
     spends_too_much,
+    warn_of_fitted_preprocessing,
     warn_of_inexact_replays,
     with_noise,
 )
@@ -186,6 +188,7 @@ class Training:
             check_privacy(algorithm, self.objective, self.plan, figures)
             identity = of_run(algorithm, self.objective, self.plan, self.train_data)
             warn_of_inexact_replays(device, deterministic=options.deterministic)
+            warn_of_fitted_preprocessing(self.train_data)
             self.protocol = protocol = with_noise(protocol, self.plan.clients.count, identity)
             self.plan = Plan(self.reserved.training, protocol)
         self.accountant = accountant_of(protocol, self.plan.clients.count)
@@ -259,11 +262,14 @@ class Training:
         plan = self.next_plan()
         before = self.state
         with arithmetic(self.precision, self.deterministic):  # torch's process-wide switches, for this block
-            if isinstance(self.engine, Stacked):  # it sends the next round's batches while a GPU works on this one
-                continues = continues and not (evaluate or self.is_evaluated(plan.number))
-                self.state, report = self.engine.run_round(self.state, plan, self.plan_ahead, continues=continues)
-            else:
-                self.state, report = self.engine.run_round(self.state, plan)
+            try:
+                if isinstance(self.engine, Stacked):  # it sends the next round's batches while a GPU works on this one
+                    continues = continues and not (evaluate or self.is_evaluated(plan.number))
+                    self.state, report = self.engine.run_round(self.state, plan, self.plan_ahead, continues=continues)
+                else:
+                    self.state, report = self.engine.run_round(self.state, plan)
+            except Diverged as error:
+                raise published_error(error, self.protocol) from None
             seconds = time.perf_counter() - started
             (metrics,) = evaluate_together([self], always=evaluate)  # empty if no evaluation is due
             return self.record(before, plan, report, seconds, metrics)
@@ -303,7 +309,7 @@ class Training:
             row |= self.diagnostics.measure(before, self.state, plan, report)
             row["evaluation_seconds"] += time.perf_counter() - started
         if self.accountant is not None:
-            row = published(row, self.plan, self.accountant)
+            row = published(row, metrics, self.algorithm, self.plan, self.accountant)
         warn_of_nan(row, self.history, self.metrics)
         self.history.append(row)
         return row
@@ -372,6 +378,8 @@ class Training:
         is_by_client = test is not None and test.client_column is not None
         if is_by_client and self.all_clients.column_name != self.train_data.client_column:
             log.warning("the data are dealt to other clients, so the clients' test data are evaluated together only")
+        elif is_by_client and self.protocol.privacy is not None:
+            log.warning("privacy: figures of single clients have no noise: their test data are evaluated together only")
         elif is_by_client:
             if self.reserved.local_tests:
                 raise BadInput("the clients have test data of their own: leave local_test out")

@@ -213,8 +213,11 @@ def _has_stopped(simulation: Training) -> bool:
 def describe_partition(simulation: Training) -> dict[str, Any] | None:
     """Return how many samples of each class every client holds; None without classes or if these are many numbers.
 
+    None also with differential privacy: the counts are the clients' own data, and have no noise.
     If the data are split again in every round, the counts are those of the first round's cohort.
     """
+    if simulation.protocol.privacy is not None:
+        return None
     clients, labels = simulation.all_clients, simulation.train_data.labels
     parts = clients.parts if clients.reallocation is None else clients.samples(1, simulation.plan.cohort(1))
     if labels is None or len(parts) * (labels.max() + 1) > MOST_CLASS_COUNTS:
