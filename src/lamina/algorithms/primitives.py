@@ -50,9 +50,7 @@ def is_exactly(option: Number, value: float) -> bool:
 
 def add_decay(u: Tensor, y: Tensor, decay: Number) -> Tensor:
     """Return u + decay * y."""
-    if isinstance(decay, Tensor):
-        return u + decay * y
-    return u if decay == 0 else torch.add(u, y, alpha=decay)  # one pass over memory instead of two
+    return u if is_exactly(decay, 0) else u + decay * y
 
 
 def add_l2(grad: Tensor, y: Tensor, options: Any) -> Tensor:
