@@ -24,12 +24,16 @@ def test_an_optimizer_gets_our_rate_unless_it_has_one():
     assert lamina.conform(lamina.FedAvg(server_lr=0.4), torch.optim.SGD, half="server", steps=2).same
 
 
+DILOCO = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
 @pytest.mark.parametrize(
-    ("name", "options"), [("localadamw", {}), ("diloco", {"betas": (0.9, 0.95), "weight_decay": 0.1})]
+    ("ours", "options"),
+    [("localadamw", {}), ("diloco", DILOCO), (lamina.DiLoCo(inner_state="restart"), DILOCO)],
 )
-def test_it_is_created_anew_in_each_round_unless_clients_keep_a_state(name, options):
-    """Local AdamW restarts; DiLoCo's clients keep their moments."""
-    assert lamina.conform(name, torch.optim.AdamW, options=options, steps=6, local_steps=2).same
+def test_it_is_created_anew_in_each_round_unless_local_training_continues(ours, options):
+    """DiLoCo's clients keep their moments in all cases, and by default begin a round with them."""
+    assert lamina.conform(ours, torch.optim.AdamW, options=options, steps=6, local_steps=2).same
 
 
 def test_an_optimizer_that_fails_is_named():

@@ -176,13 +176,14 @@ class Federation:
     def train_client(self, c: int, down: Any, info: ClientInfo) -> Any:
         """Train a client of ours, and theirs as far as it is compared; return our upload."""
         algorithm, number, kept, steps = self.algorithm, info.round, self.kept[c], int(info.steps)
+        local = algorithm.begin(down, kept, info)
+        first = algorithm.begin(down, algorithm.client_init(down.x, self.source.layers), info)
         given = {
             **values_of(down), "kept": kept, "state": self.states[c], "lr": self.lr, "round": number,
-            "_quantity": "y", "_keeps_state": bool(kept),
+            "_quantity": "y", "_restarts": equal_records(local, first),
         }  # fmt: skip
         if isinstance(self.target.call, OptimizerHalf):
             self.unseen = [name for name in values_of(down) if name != "x"]
-        local = algorithm.begin(down, kept, info)
         start = their_y = local.y
         for k in range(1, steps + 1):
             grad, more = self._gradients(number, c, k, local, down)
@@ -275,3 +276,9 @@ class Federation:
         if torch.float64 not in self.float_types and difference.relative < 1e-5:
             kinds = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in self.float_types))
             yield f"theirs computes in {kinds}: --tolerance 1e-5 asks for agreement up to its rounding"
+
+
+def equal_records(one: Any, other: Any) -> bool:
+    """Return whether two records hold the same values."""
+    others = values_of(other)
+    return all(torch.equal(value, others[name]) for name, value in values_of(one).items())

@@ -19,8 +19,8 @@ SIGNED = ("m", "b")  # the states that are sums of gradients
 class OptimizerHalf:
     """Steps of an optimizer.
 
-    As a local half it steps on the gradients of a client, and is created anew in every round, unless the method's
-    clients keep a state between rounds. As a server half it steps on the negative mean displacement.
+    As a local half it steps on the gradients of a client, and is created anew in every round, unless the method's local
+    training begins from what the client kept. As a server half it steps on the negative mean displacement.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class OptimizerHalf:
     def _optimizer(self, given: Mapping[str, Any], model: Tensor) -> torch.optim.Optimizer:
         """Return this client's, or the server's, optimizer."""
         state = given["state"]
-        is_new_round = self.half == "local" and given["k"] == 1 and not given["_keeps_state"]
+        is_new_round = self.half == "local" and given["k"] == 1 and given["_restarts"]
         if "optimizer" not in state or is_new_round:
             parameters = [torch.nn.Parameter(part.clone()) for part in self._parts(model)]
             rate = given["lr"] if self.half == "local" else given["server_lr"]
