@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,10 @@ from torch import Tensor
 from lamina.base.text import listed, plural
 from lamina.objective.layers import Layers
 
-SAME_RATIO = 1e-4  # of the coordinates' ratios, relative to their mean: rounding in float32 is below it
+MAX_RATIO_SPREAD = 1e-4  # of the coordinates' ratios, relative to their mean: rounding in float32 is below it
+# A tolerance for theirs that compute in a type, above the rounding of some steps.
+TOLERANCES = {torch.float32: "1e-5", torch.float16: "1e-2", torch.bfloat16: "1e-1"}
+FLOAT32_STEP = 2.0**-23  # the largest relative rounding of one operation
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Difference:
         return ", ".join(parts)
 
     def __str__(self) -> str:
+        if not math.isfinite(self.size):
+            return f"{self.quantity} is not finite ({self.entry}: ours {self.ours:.9g}, theirs {self.theirs:.9g})"
         return (
             f"{self.quantity} by {self.size:.3g}, {self.relative:.2g} of its largest entry "
             f"({self.entry}: ours {self.ours:.9g}, theirs {self.theirs:.9g})"
@@ -106,6 +112,7 @@ class Comparison:
         self.compared: dict[str, None] = {model: None}  # in the order of their first appearance
         self.of_step: float | None = None  # the difference, relative to the largest entry of our step
         self.ratio: float | None = None  # of their step to ours, if all coordinates have the same
+        self.of_model: float | None = None  # the difference, relative to the model, if all coordinates have the same
 
     @property
     def is_over(self) -> bool:
@@ -138,7 +145,31 @@ class Comparison:
                 if name == self.model:
                     moved = mine - before[0]
                     self.ratio = common_ratio(moved, theirs[name] - before[1])
+                    self.of_model = common_ratio(before[0], theirs[name] - mine)
                     self.of_step = size / largest if (largest := float(moved.abs().max())) else None
+
+    def notes(self, model_types: Set[torch.dtype]) -> Iterator[str]:
+        """Yield what may explain the model's first difference; the other implementation returns it in these types."""
+        difference = self.first[self.model]
+        if not math.isfinite(difference.size):
+            return
+        if self.of_step is not None:
+            yield f"that is {self.of_step:.2g} of the largest entry of our step"
+        if self.ratio == 0:
+            yield "theirs leaves the model as it is"
+        elif self.ratio is not None and f"{self.ratio:.6g}" != "1":
+            yield f"their step there is {self.ratio:.6g} times ours, in every coordinate"
+        elif self.of_model is not None:
+            share = f"{self.of_model:.6g} times the model before the step"
+            yield f"the difference is {share}, in every coordinate: do the weight decays differ?"
+        tolerances = [TOLERANCES[kind] for kind in model_types if kind in TOLERANCES]
+        tolerance = max(tolerances, key=float, default="0")
+        if difference.relative < float(tolerance):
+            kinds = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in model_types))
+            yield f"theirs computes in {kinds}, whose rounding this may be: a tolerance of {tolerance} allows for it"
+        elif not tolerances and difference.relative < FLOAT32_STEP:
+            tolerance = TOLERANCES[torch.float32]
+            yield f"this may be rounding to float32 within theirs: a tolerance of {tolerance} allows for it"
 
     def _entry(self, index: int) -> str:
         """Return the name of an element of the flat vector."""
@@ -175,4 +206,4 @@ def common_ratio(ours: Tensor, theirs: Tensor) -> float | None:
     ratios = theirs[moved] / ours[moved]
     mean = float(ratios.mean())
     spread = float((ratios - mean).abs().max())
-    return mean if spread <= SAME_RATIO * abs(mean) else None
+    return mean if spread <= MAX_RATIO_SPREAD * abs(mean) else None
