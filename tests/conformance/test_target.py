@@ -129,7 +129,7 @@ class NeedsMore:
         (lambda y, grad: (y, {}), "y of .* is a tuple of Tensor, dict: return a tensor or array"),
         (
             lambda x, delta: {"conv.weight": x[:72]},
-            r"is a dict without 'conv.bias': return all of conv.weight, conv.bias",
+            r"is a dict without 'conv.bias': return all of conv.weight",
         ),
         (lambda x, delta: dict.fromkeys(LAYERS, x), r"'conv.weight' has the shape \(121,\), and ours \(4, 2, 3, 3\)"),
         (lambda *arguments: 3, "takes no arguments by name: give a torch optimizer's class"),

@@ -19,7 +19,7 @@ from lamina.base import rng
 from lamina.base.errors import BadInput
 from lamina.base.text import listed
 from lamina.conformance.feed import Source
-from lamina.conformance.function import MODEL, TITLES
+from lamina.conformance.function import MODEL, TITLES, Function
 from lamina.conformance.optimizer import OptimizerHalf
 from lamina.conformance.target import Target
 from lamina.conformance.values import as_vector, check_model_vector, equal_records, fields_of
@@ -139,9 +139,10 @@ class Federation:
 
     def call(self, given: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the quantities that the other implementation computes, as tensors like ours."""
-        generators = rng.generator_states(torch.device("cpu"))
+        states = rng.generator_states(torch.device("cpu"))
         result = self.target.call(given)
-        self.draws_numbers |= rng.generator_states(torch.device("cpu")) != generators
+        is_function = isinstance(self.target.call, Function)  # Flower itself draws, for names of messages
+        self.draws_numbers |= is_function and rng.generator_states(torch.device("cpu")) != states
         model, theirs = given["_quantity"], {}
         if model not in result:
             raise BadInput(f"{self.target.description} returns {', '.join(result)}, and no '{model}'")

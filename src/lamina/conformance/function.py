@@ -44,8 +44,8 @@ class Function:
                 return half
         known = [name for names in HALF_PARAMETERS.values() for name in names]
         hint = next(filter(None, (nearest(name, known) for name in self.parameters)), "")
-        names = ", ".join(self.parameters) or "no arguments by name"
-        raise BadInput(f"{self.name} takes {names}{hint}: give {EXPECTED}")
+        taken = ", ".join(self.parameters) or "no arguments by name"
+        raise BadInput(f"{self.name} takes {taken}{hint}: give {EXPECTED}")
 
     def __call__(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Call the function; return the quantities in its result and in its state."""

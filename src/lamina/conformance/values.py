@@ -56,7 +56,8 @@ def as_vector(value: Any, layers: Layers, like: Tensor, name: str) -> tuple[Tens
     except BadInput:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BadInput(f"{name} is {_described(value)}: return a tensor or array, or a dict of quantities") from error
+        advice = "return a tensor or array, or one for each layer in a dict or list"
+        raise BadInput(f"{name} is {_described(value)}: {advice}") from error
 
 
 def check_model_vector(vector: Tensor, kind: torch.dtype, layers: Layers, name: str, advice: str) -> Tensor:
