@@ -24,11 +24,11 @@ def adam_server(x, delta, state, round, server_lr, tau, v_init, *, sign=1, keep=
 
 
 def test_a_right_server_is_the_same_in_the_model_and_in_its_moments():
-    found = lamina.conform("fedadam", adam_server)
-    assert found.same
-    assert found.verdict == "the same to 1e-12 over 50 steps"
-    assert found.quantities == ("x", "m", "v")
-    assert (found.others, found.largest < 1e-13) == ((), True)
+    result = lamina.conform("fedadam", adam_server)
+    assert result.same
+    assert result.verdict == "the same to 1e-12 over 50 steps"
+    assert result.quantities == ("x", "m", "v")
+    assert (result.others, result.largest < 1e-13) == ((), True)
 
 
 @pytest.mark.parametrize(
@@ -44,25 +44,25 @@ def test_a_right_server_is_the_same_in_the_model_and_in_its_moments():
     ],
 )
 def test_a_mistake_of_a_server_is_named_where_it_first_shows(mistake, place, ratio):
-    found = lamina.conform("fedadam", adam_server, options=mistake)
-    assert (found.difference.quantity, found.difference.place) == ("x", place)
-    notes = [note for note in found.notes if "times ours" in note]
+    result = lamina.conform("fedadam", adam_server, options=mistake)
+    assert (result.difference.quantity, result.difference.place) == ("x", place)
+    notes = [note for note in result.notes if "times ours" in note]
     assert notes == ([] if ratio is None else [f"their step there is {ratio} times ours, in every coordinate"])
 
 
 def test_the_size_is_that_of_the_largest_entry():
-    found = lamina.conform("fedavg", lambda x, delta: x + delta + 0.25 * (torch.arange(len(x)) == 76), steps=3)
-    assert found.difference.entry == "fc.weight[0]"  # after 72 weights and 4 biases of the convolution
-    assert found.difference.size == pytest.approx(0.25)
-    assert found.difference.theirs - found.difference.ours == pytest.approx(0.25)
+    result = lamina.conform("fedavg", lambda x, delta: x + delta + 0.25 * (torch.arange(len(x)) == 76), steps=3)
+    assert result.difference.entry == "fc.weight[0]"  # after 72 weights and 4 biases of the convolution
+    assert result.difference.size == pytest.approx(0.25)
+    assert result.difference.theirs - result.difference.ours == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_nan_is_a_difference(wrong):
-    found = lamina.conform("fedavg", lambda y, grad, k: y - 0.1 * grad + (wrong if k == 3 else 0))
-    assert found.difference.place == "round 1, client 1, step 3"
-    assert "y is not finite (conv.weight[0]: ours " in found.verdict
-    assert found.notes == ()
+    result = lamina.conform("fedavg", lambda y, grad, k: y - 0.1 * grad + (wrong if k == 3 else 0))
+    assert result.difference.place == "round 1, client 1, step 3"
+    assert "y is not finite (conv.weight[0]: ours " in result.verdict
+    assert result.notes == ()
 
 
 def test_a_state_that_differs_while_the_model_does_not_is_reported():
@@ -70,21 +70,21 @@ def test_a_state_that_differs_while_the_model_does_not_is_reported():
         state["m"] = 2 * grad
         return y - lr * grad
 
-    found = lamina.conform("fedadam", lambda x, delta, state: adam_server(x, delta, state, 1, 0.01, 1e-3, 1e-6))
-    assert found.same
-    found = lamina.conform(lamina.MimeLamb(), sgd, steps=1)
-    assert not found.same
-    found = lamina.conform(lamina.FedNova(), step, steps=3)  # it has no `m`
-    assert (found.same, found.quantities) == (True, ("y",))
+    result = lamina.conform("fedadam", lambda x, delta, state: adam_server(x, delta, state, 1, 0.01, 1e-3, 1e-6))
+    assert result.same
+    result = lamina.conform(lamina.MimeLamb(), sgd, steps=1)
+    assert not result.same
+    result = lamina.conform(lamina.FedNova(), step, steps=3)  # it has no `m`
+    assert (result.same, result.quantities) == (True, ("y",))
 
     def with_b(y, grad, lr, state):
         state["b"] = 2 * grad
         return y - lr * grad
 
-    found = lamina.conform(lamina.FedNova(), with_b, steps=3)
-    assert found.same
-    assert [(each.quantity, each.place) for each in found.others] == [("b", "round 1, client 1, step 1")]
-    assert "b by" in str(found)
+    result = lamina.conform(lamina.FedNova(), with_b, steps=3)
+    assert result.same
+    assert [(each.quantity, each.place) for each in result.others] == [("b", "round 1, client 1, step 1")]
+    assert "b by" in str(result)
 
 
 def test_a_control_variate_with_the_wrong_sign_shows_in_the_second_round():
@@ -108,9 +108,9 @@ def test_a_running_maximum_is_told_from_none():
 
     assert lamina.conform("fedlada", step).quantities == ("y", "m", "v", "v_hat")
     assert lamina.conform("fedlada", step).same
-    found = lamina.conform("fedlada", step, options={"maximum": False})
-    assert not found.same
-    assert found.others[0].quantity == "v_hat"
+    result = lamina.conform("fedlada", step, options={"maximum": False})
+    assert not result.same
+    assert result.others[0].quantity == "v_hat"
 
 
 def test_a_second_gradient_is_that_of_the_method():
@@ -160,8 +160,8 @@ def test_the_type_is_named_if_rounding_may_be_all(kind, note, tolerance):
         after = x.to(kind or torch.float32) + delta.to(kind or torch.float32)
         return after.double() if kind is None else after
 
-    found = lamina.conform("fedavg", rounded, steps=3)
-    assert [note in each for each in found.notes] == [False, True]
+    result = lamina.conform("fedavg", rounded, steps=3)
+    assert [note in each for each in result.notes] == [False, True]
     assert lamina.conform("fedavg", rounded, steps=3, tolerance=tolerance).same
 
 
@@ -176,9 +176,9 @@ def test_random_numbers_are_named_and_the_same_in_every_comparison():
         return x + delta + 0.1 * torch.randn_like(x)
 
     state = torch.get_rng_state()
-    found = lamina.conform("fedavg", noisy)
-    assert found.notes[-1] == "theirs draws random numbers, which ours does not"
-    assert lamina.conform("fedavg", noisy) == found
+    result = lamina.conform("fedavg", noisy)
+    assert result.notes[-1] == "theirs draws random numbers, which ours does not"
+    assert lamina.conform("fedavg", noisy) == result
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -207,9 +207,9 @@ def train(model, batches, lr, loss, decay=0.0):
 
 def test_a_whole_client_trains_the_same_model_on_the_same_batches():
     assert lamina.conform("fedavg", train, steps=12, local_steps=4).same
-    found = lamina.conform("fedavg", train, options={"decay": 0.1})
-    assert found.difference.place == "round 1, client 1"
-    assert found.difference.entry.split("[")[0] in ("0.weight", "0.bias", "2.weight", "2.bias")
+    result = lamina.conform("fedavg", train, options={"decay": 0.1})
+    assert result.difference.place == "round 1, client 1"
+    assert result.difference.entry.split("[")[0] in ("0.weight", "0.bias", "2.weight", "2.bias")
 
 
 def test_a_whole_client_may_return_its_model_and_further_uploads():

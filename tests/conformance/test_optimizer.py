@@ -9,13 +9,13 @@ ADAM = {"bias_correction": True, "v_init": 0.0, "tau": 1e-8, "beta2": 0.999}
 
 
 def test_the_moments_of_adam_are_compared_with_ours():
-    found = lamina.conform(lamina.FedAdam(amsgrad=True, **ADAM), torch.optim.Adam, options={"amsgrad": True})
-    assert (found.same, found.quantities, found.others) == (True, ("x", "m", "v", "v_hat"), ())
+    result = lamina.conform(lamina.FedAdam(amsgrad=True, **ADAM), torch.optim.Adam, options={"amsgrad": True})
+    assert (result.same, result.quantities, result.others) == (True, ("x", "m", "v", "v_hat"), ())
 
 
 def test_a_momentum_buffer_is_compared_with_the_sum_of_displacements():
-    found = lamina.conform("fedavgm", torch.optim.SGD, options={"momentum": 0.9})
-    assert (found.same, found.quantities, found.others) == (True, ("x", "b"), ())
+    result = lamina.conform("fedavgm", torch.optim.SGD, options={"momentum": 0.9})
+    assert (result.same, result.quantities, result.others) == (True, ("x", "b"), ())
 
 
 def test_an_optimizer_gets_our_rate_unless_it_has_one():
@@ -46,5 +46,5 @@ def test_an_optimizer_that_fails_is_named():
 
 
 def test_a_method_that_broadcasts_more_than_a_model_needs_a_function():
-    found = lamina.conform("fedlada", torch.optim.Adam)
-    assert found.notes[-1] == ("an optimizer does not get v, g_a, which our clients receive: give a function of them")
+    result = lamina.conform("fedlada", torch.optim.Adam)
+    assert result.notes[-1] == ("an optimizer does not get v, g_a, which our clients receive: give a function of them")

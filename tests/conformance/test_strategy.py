@@ -26,8 +26,8 @@ def test_an_instance_begins_every_comparison_with_the_state_that_it_has():
 
 
 def test_its_momentum_is_compared_with_ours():
-    found = lamina.conform("fedavgm", FedAvgM, options={"server_momentum": 0.9}, steps=5)
-    assert (found.same, found.quantities, found.others) == (True, ("x", "b"), ())
+    result = lamina.conform("fedavgm", FedAvgM, options={"server_momentum": 0.9}, steps=5)
+    assert (result.same, result.quantities, result.others) == (True, ("x", "b"), ())
     by_default = lamina.conform("fedavgm", FedAvgM, steps=5)
     assert by_default.difference.place == "round 2"
     assert not any("random" in note for note in by_default.notes)  # Flower draws the names of its messages

@@ -40,9 +40,9 @@ def test_a_server_is_a_class_an_object_a_factory_or_a_method(theirs):
 
 def test_a_class_and_a_factory_take_options():
     for theirs in (Momentum, make_momentum):
-        found = lamina.conform(lamina.FedAvgM(mu=0.5), theirs, options={"mu": 0.5}, steps=5)
-        assert found.same
-        assert found.theirs.endswith("(mu=0.5)")
+        result = lamina.conform(lamina.FedAvgM(mu=0.5), theirs, options={"mu": 0.5}, steps=5)
+        assert result.same
+        assert result.theirs.endswith("(mu=0.5)")
 
 
 @pytest.mark.parametrize(

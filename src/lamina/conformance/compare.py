@@ -91,8 +91,8 @@ def conform(
     source: Source = random
     if target.half == "client":
         source = ModelGradients(model, data, loss, clients=clients, seed=seed)
-    elif given := [name for name, each in (("model", model), ("data", data), ("loss", loss)) if each is not None]:
-        raise BadInput(f"{given[0]} is for a whole client, but {target.description} is {TITLES[target.half]}")
+    elif unused := [name for name, each in (("model", model), ("data", data), ("loss", loss)) if each is not None]:
+        raise BadInput(f"{unused[0]} is for a whole client, but {target.description} is {TITLES[target.half]}")
     algorithm.check_model(source.layers)
     if isinstance(aggregation, str) and ":" in aggregation:
         imported = import_named("aggregation", aggregation)

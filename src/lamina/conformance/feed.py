@@ -1,4 +1,4 @@
-"""What both sides of a comparison are fed: gradients that no model has computed, or a model and batches."""
+"""Gradients for both sides of a comparison: random ones, or those of a model on batches of data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FEATURES, CLASSES = 6, 4  # of the default data
 
 
 class Source(Protocol):
-    """Where the gradients of our side come from."""
+    """A source of gradients for our side, and of the arguments of a whole client."""
 
     layers: Layers
     start: Tensor  # the model before round 1
@@ -38,12 +38,15 @@ class Source(Protocol):
     def full_gradient(self, round: int, c: int, x: Tensor) -> Tensor:
         """Return the gradient over all of client c's data."""
 
-    def given(self, round: int, c: int, x: Tensor, steps: int) -> Mapping[str, Any]:
-        """Return what a whole client is given to train."""
+    def client_arguments(self, round: int, c: int, x: Tensor, steps: int) -> Mapping[str, Any]:
+        """Return the arguments with which a whole client trains."""
 
 
 class RandomGradients:
-    """Gradients that depend on the place alone, of three orders of magnitude, that shrink over the rounds."""
+    """Random gradients that depend on the round, the client and the step, but not on the model.
+
+    Their scales span three orders of magnitude and shrink over the rounds.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -53,19 +56,19 @@ class RandomGradients:
         self.mean = self._normal(2)
 
     def gradient(self, round: int, c: int, k: int, y: Tensor, control: Tensor | None, second: bool = False) -> Tensor:
-        """Return a gradient for a step; the point plays no role."""
+        """Return the gradient of a step; it does not depend on the point."""
         return self.scale * (self.mean + self._normal(3, round, c, k, int(second))) / (1 + round / 10)
 
     def loss(self, round: int, c: int, k: int, y: Tensor) -> Tensor:
-        """Return a positive number for a step."""
+        """Return the loss of a step, a positive number."""
         return self._normal(5, round, c, k)[:1].exp()
 
     def full_gradient(self, round: int, c: int, x: Tensor) -> Tensor:
-        """Return a gradient for a round."""
+        """Return the full gradient of a round."""
         return self.scale * (self.mean + self._normal(4, round, c)) / (1 + round / 10)
 
-    def given(self, round: int, c: int, x: Tensor, steps: int) -> Mapping[str, Any]:
-        """Gradients alone train no client."""
+    def client_arguments(self, round: int, c: int, x: Tensor, steps: int) -> Mapping[str, Any]:
+        """Raise an error: a whole client trains a model."""
         raise NotImplementedError
 
     def _normal(self, *place: int) -> Tensor:
@@ -73,7 +76,7 @@ class RandomGradients:
 
 
 class ModelGradients:
-    """Gradients of a module, from batches of every client's data in a fixed order."""
+    """Gradients of a module on batches of the clients' data, which the seed determines."""
 
     def __init__(self, model: Any, data: Any, loss: str | Loss | None, *, clients: int, seed: int) -> None:
         if (model is None) != (data is None):
@@ -131,7 +134,7 @@ class ModelGradients:
         inputs, targets = self.data(c)
         return self.objective.gradient(x, self.objective.buffers, inputs, targets, train=False)[0]
 
-    def given(self, round: int, c: int, x: Tensor, steps: int) -> Mapping[str, Any]:
+    def client_arguments(self, round: int, c: int, x: Tensor, steps: int) -> Mapping[str, Any]:
         """Return a copy of the module with the server's model, the batches of the round, all data and the loss."""
         module = copy_module(self.objective.module_at(x, self.objective.buffers))
         self.objective.set_mode(module, train=True)

@@ -13,7 +13,7 @@ from lamina.base.registry import parameters_of
 from lamina.conformance.values import copied, is_array
 
 Half = Literal["local", "server", "client"]
-MODEL: Mapping[Half, str] = {"local": "y", "server": "x", "client": "y"}  # the quantity that the verdict is about
+MODEL_NAMES: Mapping[Half, str] = {"local": "y", "server": "x", "client": "y"}  # the verdict is about this quantity
 TITLES: Mapping[Half, str] = {"local": "a local half", "server": "a server half", "client": "a whole client"}
 HALF_PARAMETERS: Mapping[Half, tuple[str, ...]] = {  # a function with one of these parameters is that half
     "client": ("model", "batches"), "local": ("grad",), "server": ("delta", "deltas", "x"),
@@ -25,7 +25,7 @@ EXPECTED = (
 
 
 class Function:
-    """A function that is called with the arguments it names.
+    """A function as a half of a method, called with the arguments that it names.
 
     A parameter without a default may also have the name of an option of the algorithm, and gets its value.
     """
@@ -47,9 +47,9 @@ class Function:
         taken = ", ".join(self.parameters) or "no arguments by name"
         raise BadInput(f"{self.name} takes {taken}{hint}: give {EXPECTED}")
 
-    def __call__(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call the function; return the quantities in its result and in its state."""
-        arguments = self._arguments(given)
+    def __call__(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Call the function and return the quantities in its result and in its state."""
+        arguments = self._arguments(values)
         try:
             result = self.function(**arguments)
         except LaminaError:
@@ -60,20 +60,20 @@ class Function:
             result = arguments["model"]  # trained in place
         quantities = result._asdict() if hasattr(result, "_asdict") else result
         if not _names_quantities(quantities):
-            quantities = {given["_quantity"]: quantities}
-        return {**{key: value for key, value in given["state"].items() if is_array(value)}, **quantities}
+            quantities = {values["_model_name"]: quantities}
+        return {**{key: value for key, value in values["state"].items() if is_array(value)}, **quantities}
 
-    def _arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call: options, copies of our values, and values of our options."""
         arguments = dict(self.options)
         for key, parameter in self.parameters.items():
             if key in arguments:
                 continue
-            if key in given and not key.startswith("_"):
-                arguments[key] = given[key] if key == "state" else copied(given[key])
+            if key in values and not key.startswith("_"):
+                arguments[key] = values[key] if key == "state" else copied(values[key])
             elif parameter.default is inspect.Parameter.empty:
                 if key not in self.our_options:
-                    known = sorted(each for each in given if not each.startswith("_"))
+                    known = sorted(each for each in values if not each.startswith("_"))
                     raise BadInput(
                         f"{self.name} takes '{key}'{nearest(key, [*known, *self.our_options])}: {TITLES[self.half]} "
                         f"may take {', '.join(known)}, options of ours, and what has a default or --theirs {key}=…"

@@ -1,6 +1,7 @@
-"""The other implementation: find it, and tell which half of a method it is.
+"""Find the other implementation, and which half of a method it is.
 
-Whatever it is, it becomes a function from what lamina gives, by name, to the quantities that it computes, by name.
+It may be a function, an optimizer or a strategy. As a `Target`, it is a function from our values by name to the
+quantities that it computes, by name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lamina.objective.layers import Layers
 
 
 class Target(NamedTuple):
-    """Another implementation, ready to be called."""
+    """Another implementation of a half of a method, as a function of our values by name."""
 
     half: Half
     call: Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -35,66 +36,66 @@ class Target(NamedTuple):
 
 
 def find_target(
-    given: Any, algorithm: Algorithm, half: Half | None, options: Mapping[str, Any], layers: Layers
+    theirs: Any, algorithm: Algorithm, half: Half | None, options: Mapping[str, Any], layers: Layers
 ) -> Target:
     """Return another implementation, given as an object or by ``module:name``.
 
     An instance is copied, so that a comparison neither changes its state nor begins from that of another one.
     """
-    name = given if isinstance(given, str) else getattr(given, "__qualname__", type(given).__qualname__)
-    implementation = import_named("implementation", given) if isinstance(given, str) else given
+    name = theirs if isinstance(theirs, str) else getattr(theirs, "__qualname__", type(theirs).__qualname__)
+    theirs = import_named("implementation", theirs) if isinstance(theirs, str) else theirs
     with contextlib.suppress(Exception):  # not every object can be copied
-        implementation = copy.deepcopy(implementation)
-    return _as_target(implementation, name, algorithm, half, options, layers)
+        theirs = copy.deepcopy(theirs)
+    return _as_target(theirs, name, algorithm, half, options, layers)
 
 
 def _as_target(
-    given: Any, name: str, algorithm: Algorithm, half: Half | None, options: Mapping[str, Any], layers: Layers
+    theirs: Any, name: str, algorithm: Algorithm, half: Half | None, options: Mapping[str, Any], layers: Layers
 ) -> Target:
     """Return an implementation as a target; one that creates an implementation is called with the options."""
-    _refuse(given, name)
+    _refuse_other_objects(theirs, name)
     call: OptimizerHalf | StrategyHalf | Function
     natural_half: Half
-    if _creates_optimizer(given):
-        check_options(name, given, options)
-        _refuse_missing(name, [each for each in _missing(given, options)[1:] if each != "lr"])
+    if _creates_optimizer(theirs):
+        check_options(name, theirs, options)
+        _refuse_missing(name, [each for each in _missing(theirs, options)[1:] if each != "lr"])
         natural_half = "local" if _adapts_locally(algorithm, layers) else "server"
-        takes_lr = "lr" not in options and _takes(given, "lr")
-        create = functools.partial(given, **options)
+        takes_lr = "lr" not in options and _takes(theirs, "lr")
+        create = functools.partial(theirs, **options)
         call = OptimizerHalf(name, create, layers, half or natural_half, takes_lr)
-    elif _creates_implementation(given, options):
-        result = _create(given, name, options)
-        result_name = name if isinstance(given, type) else f"the result of {name}"
+    elif _creates_implementation(theirs, options):
+        result = _create(theirs, name, options)
+        result_name = name if isinstance(theirs, type) else f"the result of {name}"
         target = _as_target(result, result_name, algorithm, half, {}, layers)
         return target._replace(description=_call_shown(name, options))
-    elif is_strategy(given):
+    elif is_strategy(theirs):
         if options:
             raise BadInput(f"{name} is an object, which takes no options ({next(iter(options))}): give its class")
-        natural_half, call = "server", StrategyHalf(given, layers)
+        natural_half, call = "server", StrategyHalf(theirs, layers)
     else:
-        call = Function(name, given, algorithm, options)
+        call = Function(name, theirs, algorithm, options)
         natural_half = call.half
     if half not in (None, natural_half) and not isinstance(call, OptimizerHalf):
         raise BadInput(f"{name} is {TITLES[natural_half]}, not {TITLES[half]}")
-    return Target(half or natural_half, call, _call_shown(name, options), version_of(given))
+    return Target(half or natural_half, call, _call_shown(name, options), version_of(theirs))
 
 
-def _refuse(given: Any, name: str) -> None:
-    """Refuse what is no implementation of a half."""
-    if is_old_strategy(given):
+def _refuse_other_objects(theirs: Any, name: str) -> None:
+    """Refuse an object that implements no half of a method, with a hint."""
+    if is_old_strategy(theirs):
         raise BadInput(f"{name} is a strategy of Flower's older API: give one of flwr.serverapp.strategy")
-    if isinstance(given, torch.optim.Optimizer):
+    if isinstance(theirs, torch.optim.Optimizer):
         raise BadInput(f"{name} is an optimizer that exists already: give its class, or a function of its parameters")
-    if isinstance(given, Algorithm) or (isinstance(given, type) and issubclass(given, Algorithm)):
+    if isinstance(theirs, Algorithm) or (isinstance(theirs, type) and issubclass(theirs, Algorithm)):
         raise BadInput(f"{name} is an algorithm of lamina's contract, which `lamina compare` compares with others")
-    if not callable(given) and not is_strategy(given):
-        name = "the other implementation" if name == type(given).__qualname__ else name
-        raise BadInput(f"{name} is {short_repr(given)}, which cannot be called: give {EXPECTED}")
+    if not callable(theirs) and not is_strategy(theirs):
+        name = "the other implementation" if name == type(theirs).__qualname__ else name
+        raise BadInput(f"{name} is {short_repr(theirs)}, which cannot be called: give {EXPECTED}")
 
 
-def version_of(given: Any) -> str:
+def version_of(theirs: Any) -> str:
     """Return the package of an object and its version, as ``"flwr 1.41.0"``; "" for code that is in no package."""
-    function = getattr(given, "func", given)  # of a functools.partial
+    function = getattr(theirs, "func", theirs)  # of a functools.partial
     owner = function if hasattr(function, "__module__") else type(function)
     package = str(owner.__module__).partition(".")[0]
     try:
@@ -109,25 +110,25 @@ def _takes(function: Any, name: str) -> bool:
     return name in parameters or takes_any
 
 
-def _creates_optimizer(given: Any) -> bool:
-    """Return whether this is an optimizer's class, or a function of `params`."""
-    if isinstance(given, type):
-        return issubclass(given, torch.optim.Optimizer)
-    return next(iter(parameters_of(given)[0]), "") in ("params", "parameters")
+def _creates_optimizer(theirs: Any) -> bool:
+    """Return whether a value is an optimizer's class, or a function of `params`."""
+    if isinstance(theirs, type):
+        return issubclass(theirs, torch.optim.Optimizer)
+    return next(iter(parameters_of(theirs)[0]), "") in ("params", "parameters")
 
 
-def _creates_implementation(given: Any, options: Mapping[str, Any]) -> bool:
-    """Return whether this is a class, or a function that can be called with nothing but options."""
-    if isinstance(given, type):
+def _creates_implementation(theirs: Any, options: Mapping[str, Any]) -> bool:
+    """Return whether a value is a class, or a function that needs no arguments but options."""
+    if isinstance(theirs, type):
         return True
-    if is_strategy(given):
+    if is_strategy(theirs):
         return False
-    parameters, _ = parameters_of(given)
-    if not parameters and _takes_positions(given):
+    parameters, _ = parameters_of(theirs)
+    if not parameters and _takes_positions(theirs):
         return False
     if any(name in parameters for names in HALF_PARAMETERS.values() for name in names):
         return False
-    return not _missing(given, options)
+    return not _missing(theirs, options)
 
 
 def _takes_positions(function: Any) -> bool:
@@ -140,7 +141,7 @@ def _takes_positions(function: Any) -> bool:
 
 
 def _missing(function: Any, options: Mapping[str, Any]) -> list[str]:
-    """Return the parameters that have neither a default nor an option."""
+    """Return the names of the parameters that have neither a default nor an option."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some callables written in C have no signature
@@ -154,17 +155,17 @@ def _missing(function: Any, options: Mapping[str, Any]) -> list[str]:
 
 
 def _refuse_missing(name: str, missing: Sequence[str]) -> None:
-    """Refuse a class or a function whose arguments are not all given."""
+    """Refuse a class or a function that needs more arguments."""
     if missing:
         raise BadInput(f"{name} needs {', '.join(missing)}: give --theirs {missing[0]}=… (in Python, options)")
 
 
-def _create(given: Any, name: str, options: Mapping[str, Any]) -> Any:
+def _create(theirs: Any, name: str, options: Mapping[str, Any]) -> Any:
     """Return an object of a class, or what a function creates."""
-    check_options(name, given, options)
-    _refuse_missing(name, _missing(given, options))
+    check_options(name, theirs, options)
+    _refuse_missing(name, _missing(theirs, options))
     try:
-        return given(**options)
+        return theirs(**options)
     except LaminaError:
         raise
     except (Exception, SystemExit) as error:
