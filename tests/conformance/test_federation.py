@@ -320,6 +320,8 @@ def test_every_algorithm_can_be_compared_in_all_halves(name):
         ({"lr": -1}, "lr = -1 is not a number > 0"),
         ({"model": torch.nn.Linear(1, 1)}, "model is for a whole client, but sgd is a local half"),
         ({"loss": "mse"}, "loss is for a whole client, but sgd is a local half"),
+        ({"options": "tau=3"}, "options = 'tau=3' is not a dict of keyword arguments"),
+        ({"aggregation": "operator:itemgetter"}, r"cannot create the aggregation operator:itemgetter\(\): TypeError"),
         ({"seed": -1}, "seed = -1 is not a whole number >= 0"),
     ],
 )

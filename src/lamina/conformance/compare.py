@@ -10,7 +10,7 @@ from torch import nn
 
 from lamina.algorithms.contract import Algorithm
 from lamina.base import rng
-from lamina.base.errors import BadInput
+from lamina.base.errors import BadInput, describe_error, short_repr
 from lamina.base.limits import check_count, check_number
 from lamina.base.registry import import_named
 from lamina.conformance.federation import Federation
@@ -20,7 +20,7 @@ from lamina.conformance.target import find_target
 from lamina.conformance.verdict import Conformance
 from lamina.models.registry import Factory
 from lamina.objective.losses import Loss
-from lamina.rounds.aggregation import as_aggregation
+from lamina.rounds.aggregation import Aggregation, as_aggregation
 from lamina.rounds.settings import Weighting
 from lamina.training.inputs import as_algorithm
 
@@ -73,16 +73,15 @@ def conform(
         tolerance: the largest difference that counts as none, relative to the largest entry of a quantity.
         seed: of the gradients, the model, the data and the process-wide random generators.
     """
-    for name, value, allowed in (
-        ("half", half, (None, *get_args(Half))),
-        ("weighting", weighting, get_args(Weighting)),
-    ):
-        if value not in allowed:
-            raise BadInput(f"{name} = {value!r} is none of {', '.join(filter(None, allowed))}")
-    counts = {"steps": steps, "local_steps": local_steps, "clients": clients}
-    for name, count in counts.items():
+    if half not in (None, *get_args(Half)):
+        raise BadInput(f"half = {short_repr(half)} is none of {', '.join(get_args(Half))}")
+    if weighting not in get_args(Weighting):
+        raise BadInput(f"weighting = {short_repr(weighting)} is none of {', '.join(get_args(Weighting))}")
+    for name, count in {"steps": steps, "local_steps": local_steps, "clients": clients}.items():
         check_count(name, count)
     check_count("seed", seed, least=0)
+    if not isinstance(options, Mapping | None):
+        raise BadInput(f"options = {short_repr(options)} is not a dict of keyword arguments")
     check_number("tolerance", tolerance, above=0)
     algorithm = as_algorithm(algorithm)
     lr = check_number("lr", algorithm.card.lr if lr is None else lr, above=0)
@@ -94,11 +93,18 @@ def conform(
     elif unused := [name for name, each in (("model", model), ("data", data), ("loss", loss)) if each is not None]:
         raise BadInput(f"{unused[0]} is for a whole client, but {target.description} is {TITLES[target.half]}")
     algorithm.check_model(source.layers)
-    if isinstance(aggregation, str) and ":" in aggregation:
-        imported = import_named("aggregation", aggregation)
-        aggregation = imported() if isinstance(imported, type) else imported
-    federation = Federation(
-        algorithm, target, source, lr, steps, local_steps, clients, as_aggregation(aggregation), weighting, tolerance
-    )
+    combine = _find_aggregation(aggregation)
+    federation = Federation(algorithm, target, source, lr, steps, local_steps, clients, combine, weighting, tolerance)
     with rng.forked(torch.device("cpu"), seed=rng.torch_seed(seed, "conformance")):  # theirs may draw from them
         return federation.run()
+
+
+def _find_aggregation(given: Any) -> Aggregation:
+    """Return our aggregation, also one of the user's by ``module:Class`` or ``module:object``."""
+    if isinstance(given, str) and ":" in given:
+        aggregation = import_named("aggregation", given)
+        try:
+            return as_aggregation(aggregation() if isinstance(aggregation, type) else aggregation)
+        except TypeError as error:
+            raise BadInput(f"cannot create the aggregation {given}(): {describe_error(error)}") from error
+    return as_aggregation(given)
