@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import gc
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 MAX_CAPTURED = 2  # kept at a time for each problem: rounds with and without short batches, say
 MAX_SIZES = 32  # of batches that are captured; others run one operation at a time
+STEPS_AHEAD = 2  # of the GPU, for which the host takes samples: more would fill its memory
 ALIGNMENT = 16  # elements between the starts of rows: wide loads
 
 
@@ -176,6 +178,7 @@ class CapturedSteps:
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}  # by number of rows and size of the batch
         self._sent_addresses: list[Tensor] = []  # of the gradients, one table per graph
         self._uncaptured_addresses = self._new_addresses()
+        self._sent_samples: deque[Any] = deque()  # events after the copies of samples that the host has taken
 
     def train(self, work: LocalWork, sizes: Sequence[int] = ()) -> tuple[Any, Tensor]:
         """Take all steps from these inputs; the returned tensors are valid until the next call.
@@ -233,6 +236,10 @@ class CapturedSteps:
         pairs = zip(self._problem.prepared, self._preparing.samples(batch), strict=True)
         for target, source in ((t, s) for kept, new in pairs for t, s in zip(tensors(kept), tensors(new), strict=True)):
             target[: work.rows, :size].copy_(source)
+        if self._losses.is_cuda:  # pinned memory is free again when the GPU has read it
+            self._sent_samples.append(torch.cuda.current_stream().record_event())
+            if len(self._sent_samples) > STEPS_AHEAD:
+                self._sent_samples.popleft().synchronize()
 
     def _views_of_parameters(self) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return the parameters in the precision of the forward pass by name, and the buffer of the rounded ones."""
@@ -260,7 +267,9 @@ class CapturedSteps:
                     rounded.copy_(target[:rows])
         for name, buffer in work.buffers.items():
             self._buffers[name][:rows].copy_(buffer)
-        for target, source in zip(self._batches, work.batches, strict=True):
+        is_read = self._preparing is None  # else the host has taken the samples that these number
+        batches = work.batches if is_read else work.batches._replace(samples=None, keys=None)
+        for target, source in zip(self._batches, batches, strict=True):
             if target is not None and source is not None:
                 target[:rows, :count].copy_(source)
         for target, number in [
