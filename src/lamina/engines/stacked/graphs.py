@@ -267,10 +267,9 @@ class CapturedSteps:
                     rounded.copy_(target[:rows])
         for name, buffer in work.buffers.items():
             self._buffers[name][:rows].copy_(buffer)
-        is_read = self._preparing is None  # else the host has taken the samples that these number
-        batches = work.batches if is_read else work.batches._replace(samples=None, keys=None)
-        for target, source in zip(self._batches, batches, strict=True):
-            if target is not None and source is not None:
+        for target, source in zip(self._batches, work.batches, strict=True):
+            is_read = self._preparing is None or source is work.batches.counts or source is work.batches.streams
+            if target is not None and source is not None and is_read:  # else the host has taken those samples
                 target[:rows, :count].copy_(source)
         for target, number in [
             (self._lr, work.lr),
