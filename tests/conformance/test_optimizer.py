@@ -5,11 +5,9 @@ import torch
 
 import lamina
 
-ADAM = {"bias_correction": True, "v_init": 0.0, "tau": 1e-8, "beta2": 0.999}
-
 
 def test_the_moments_of_adam_are_compared_with_ours():
-    found = lamina.conform(lamina.FedAdam(amsgrad=True, **ADAM), torch.optim.Adam, options={"amsgrad": True})
+    found = lamina.conform(lamina.create("fedadam", "torch", amsgrad=True), torch.optim.Adam, options={"amsgrad": True})
     assert (found.same, found.quantities, found.others) == (True, ("x", "m", "v", "v_hat"), ())
 
 

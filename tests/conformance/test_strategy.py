@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from flwr.serverapp.strategy import FedAvg, FedAvgM, FedMedian
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedMedian, FedYogi
 from flwr.supercore.task_identity import TaskIdentity
 
 import lamina
@@ -24,6 +24,15 @@ def test_its_momentum_is_compared_with_ours():
     found = lamina.conform("fedavgm", FedAvgM, options={"server_momentum": 0.9}, steps=5)
     assert (found.same, found.quantities, found.others) == (True, ("x", "b"), ())
     assert lamina.conform("fedavgm", FedAvgM, steps=5).difference.place == "round 2"
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("fedavgm", FedAvgM), ("fedadam", FedAdam), ("fedyogi", FedYogi), ("fedadagrad", FedAdagrad)],
+)
+def test_the_flower_presets_are_its_strategies_with_their_defaults(name, strategy):
+    assert lamina.conform(lamina.create(name, "flower"), strategy, steps=5).same
+    assert not lamina.conform(name, strategy, steps=5).same
 
 
 def test_a_strategy_whose_arrays_are_consumed_works():

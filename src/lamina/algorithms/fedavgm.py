@@ -31,6 +31,7 @@ class Server(NamedTuple):
     link="https://arxiv.org/abs/1909.06335",
     lr=0.1,
     paper_cost=1,
+    presets={"flower": {"mu": 0.0}},  # momentum is off unless it is given
 )
 class FedAvgM(FedAvg):
     """b <- mu b + mean delta, x <- x + eta_g b."""

@@ -48,7 +48,7 @@ class SharpnessAware(Algorithm):
     link="https://arxiv.org/abs/2206.02618",
     lr=0.1,
     paper_cost=1,
-    presets={"fl_simulator": {"decay": 1e-3}},
+    presets={"fl_simulator": {"decay": 1e-3}, "fluke": {"rho": 0.05}},  # C44
 )
 class FedSam(SharpnessAware, FedAvg):  # type: ignore[misc]  # its `step` takes the second gradient, too
     """FedAvg with the gradient at y + rho g / ||g||, of the same batch."""
