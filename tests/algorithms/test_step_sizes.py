@@ -200,21 +200,6 @@ def test_deltasgd_without_a_gradient_stays(gradients: str) -> None:
 # --- engines, and what is refused ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "text"),
-    [
-        ("fedsps", {"c": 0.0}, "c = 0.0 is not a number > 0"),
-        ("deltasgd", {"gamma": 0.0}, "gamma = 0.0 is not a number > 0"),
-        ("deltasgd", {"delta": -0.1}, "delta = -0.1 is not a number >= 0"),
-        ("deltasgd", {"gradients": "both"}, "gradients = 'both' is not 'same_batch' or 'consecutive'"),
-    ],
-)
-def test_numbers_out_of_range_are_refused_in_one_line(name: str, given: Any, text: str) -> None:
-    with pytest.raises(BadInput, match=text) as caught:
-        make(name, given)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_step_that_does_not_take_the_loss_is_refused() -> None:
     class Forgetful(lamina.FedAvg):
         def needs(self, round: int) -> lamina.Needs:
