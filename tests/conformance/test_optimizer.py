@@ -16,6 +16,13 @@ def test_a_momentum_buffer_is_compared_with_the_sum_of_displacements():
     assert (found.same, found.quantities, found.others) == (True, ("x", "b"), ())
 
 
+@pytest.mark.parametrize("preset", ["flower", "google"])
+def test_adagrad_is_our_fedadagrad_from_zero(preset):
+    found = lamina.conform(lamina.create("fedadagrad", preset), torch.optim.Adagrad, options={"eps": 1e-3}, steps=20)
+    assert (found.same, found.quantities) == (True, ("x", "v"))
+    assert not lamina.conform("fedadagrad", torch.optim.Adagrad, options={"eps": 1e-3}, steps=1).same
+
+
 def test_an_optimizer_gets_our_rate_unless_it_has_one():
     assert lamina.conform("fedavg", torch.optim.SGD, lr=0.3, steps=2).same
     assert not lamina.conform("fedavg", torch.optim.SGD, lr=0.3, options={"lr": 0.2}, steps=2).same
