@@ -17,7 +17,9 @@ from lamina.algorithms.declaration import algorithm, option
 from lamina.algorithms.fedavg import FedAvg
 from lamina.objective.layers import Layers
 
-LEAST_NORM = 1e-7  # added to the norm, as in FL-Simulator: without a gradient there is no perturbation
+# Added to the norm, so that there is no perturbation without a gradient: FL-Simulator's number. Other public codes have
+# 1e-12; both are far below the norms of gradients, so the perturbation has length rho.
+LEAST_NORM = 1e-7
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,7 @@ def with_cropped_test(splits: Splits, pad: int) -> Splits:
     if NAME in test.more_tests:
         raise BadInput(f"data.test_crop_pad adds the test set '{NAME}', which the data have already: rename theirs")
     keys = torch.from_numpy(np.asarray(rng.bits(rng.key(0, "test crops"), np.arange(len(test)))))
-    parts = zip(test.x.split(CHUNK), keys.split(CHUNK), strict=True)
+    parts = zip(torch.split(test.x, CHUNK), torch.split(keys, CHUNK), strict=True)
     x = torch.cat([augment(images, words, pad, flip=False) for images, words in parts])
     cropped: Dataset = dataclasses.replace(test, x=x, more_tests={})
     return Splits(splits.train, dataclasses.replace(test, more_tests={**test.more_tests, NAME: cropped}))
