@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 
 import kinds
 import lamina
+from codec_pairs import METHODS
 from helpers import processes
 from lamina.algorithms.contract import Displacement
 from lamina.channel.codecs import CODECS
@@ -61,7 +62,7 @@ CASES = [
     ("ditto", "own models", 0.6),
     ("scaffold", "channel", 0.6),
     ("fedlada", "channel", 1.0),
-    *((name, codec, 0.6) for name in ("fedavg", "scaffold", "fedlamb", "mimelamb", "fedlada") for codec in CODECS),
+    *((name, codec, 0.6) for name in METHODS for codec in CODECS),
     ("fedlamb", "noise", 0.6),
     ("fedlada", "segmentation", 1.0),
     *((None, kind, 0.7) for kind in kinds.KINDS if kind not in ("dict", "tuple", "segmentation")),

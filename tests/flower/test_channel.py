@@ -5,37 +5,18 @@ import torch
 from flwr.app import Array, ArrayRecord
 
 import lamina
+from codec_pairs import codec_pairs
 from flower_setup import MIME, Setup, assert_like_the_simulation, client_of, is_train, small_model
 from lamina.channel.privacy import Noise, Privacy
 from lamina.flower import wire
-
-CODECS = [
-    "bf16",
-    "fp16",
-    {"name": "qsgd", "bits": 3, "bucket": 16},
-    "sign",
-    {"name": "topk", "share": 0.1},
-    {"name": "randk", "share": 0.2},
-    {"name": "sketch", "share": 0.2, "rows": 2},
-    [{"name": "topk", "share": 0.3}, {"name": "qsgd", "bits": 5}],
-]
 
 
 def double():
     return small_model(norm=True).double()
 
 
-# `make test` takes every codec and every method once, the long tests take all pairs
-METHODS = ["fedavg", "scaffold", "fedlamb", "mimelamb", "fedlada"]
-PAIRS = [
-    pytest.param(codec, method, id=f"{codec}-{method}", marks=[] if i % len(METHODS) == j else [pytest.mark.long])
-    for i, codec in enumerate(CODECS)
-    for j, method in enumerate(METHODS)
-]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(("codec", "algorithm"), PAIRS)
+@pytest.mark.parametrize(("codec", "algorithm"), codec_pairs(1))
 def test_the_federation_agrees_with_the_simulation(codec, algorithm, tmp_path):
     """Also its bytes, which the ledger knows from the codec, and the federation counts in its messages."""
     channel = {"codec": codec, "feedback": codec != "bf16", "down": "bf16"}
