@@ -35,12 +35,14 @@ class Method:
     moment: str | None = None  # the server's second moment
     bound: float | dict[str, float] = BOUND
     settings: dict[str, float] = field(default_factory=dict)
+    debias: bool = False  # whether the server subtracts the variance of the noise
 
 
-LAMB, LADA = (0.01, 0.03, 0.1, 0.3), (0.01, 0.03, 0.1, 0.3)
+ADAM, LAMB, LADA = (0.001, 0.003, 0.01, 0.03), (0.01, 0.03, 0.1, 0.3), (0.01, 0.03, 0.1, 0.3)
 METHODS = {
     "FedAvg": Method("fedavg", (0.03, 0.1, 0.3, 1.0)),
-    "FedAdam": Method("fedadam", (0.001, 0.003, 0.01, 0.03), "server_lr", "v", settings={"lr": 0.3}),
+    "FedAdam": Method("fedadam", ADAM, "server_lr", "v", settings={"lr": 0.3}),
+    "FedAdam, debias": Method("fedadam", ADAM, "server_lr", "v", settings={"lr": 0.3}, debias=True),
     "Fed-LAMB": Method("fedlamb", LAMB, moment="v_hat"),
     "Fed-LAMB, v bounded by 0.01": Method("fedlamb", LAMB, moment="v_hat", bound={"delta": BOUND, "v": 0.01}),
     "Fed-LAMB, v bounded by 0.0001": Method("fedlamb", LAMB, moment="v_hat", bound={"delta": BOUND, "v": 1e-4}),
@@ -58,7 +60,7 @@ def simulate(method, splits, multiplier, value, seed, rounds):
     """Return a run whose noise has the given multiplier; 0 clips alone."""
     # the guarantee is not computed here: noise that is given is taken as it is
     noise = Noise(f"{multiplier} {value} {seed}".encode(), multiplier / COHORT)
-    privacy = Privacy(method.bound, 1e-3, noise_multiplier=1.0, secret_cohorts=False, noise=noise)
+    privacy = Privacy(method.bound, 1e-3, noise_multiplier=1.0, secret_cohorts=False, debias=method.debias, noise=noise)
     settings = {"local_steps": 5, "batch_size": 8, "participation": COHORT / CLIENTS, **method.settings}
     options = {"name": method.algorithm}
     (settings if method.tried == "lr" else options)[method.tried] = value

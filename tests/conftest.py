@@ -3,12 +3,14 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting threads must not spin
 
 import gc
+import logging
 import sys
 
 import hypothesis
 import pytest
 import torch
 
+from lamina.base.warnings_once import Once
 from more_transcriptions import ALL as EVEN_NEWER
 from newer_transcriptions import ALL as NEWER
 
@@ -38,6 +40,15 @@ def pytest_collection_finish():
     """Leave what was imported out of later garbage collections, which takes most of their time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_warnings_yet():
+    """Every test gets the warnings that another one has had before."""
+    for handler in [*logging.getLogger("lamina").handlers, *logging.getLogger().handlers]:
+        for each in [*handler.filters, getattr(handler, "once", None)]:
+            if isinstance(each, Once):
+                each.forget()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The README and the docs: examples run, commands exist, links lead somewhere, and the site builds."""
 
 import contextlib
+import inspect
 import json
 import re
 import shlex
@@ -19,6 +20,7 @@ from data_setup import FakeHubSplit
 from lamina import algorithms
 from lamina.cli import command_line
 from lamina.experiment.config import load
+from lamina.rounds.settings import TrainArguments
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -34,11 +36,18 @@ def name(page):
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
+LONG = ("transformers.md",)  # takes seconds to import the packages
+WITH_PYTHON = [
+    pytest.param(page, marks=pytest.mark.long if page.name in LONG else ()) for page in PAGES if blocks(page, "python")
+]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
 @mock.patch.dict(algorithms.registry())  # an example's algorithm stays in the example
 def test_python_blocks_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for package in ("peft", "transformers"):  # extras that `make test` does without
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # where the secret of private runs lies
+    for package in ("peft", "transformers"):  # extras
         if f"from {package} import" in page.read_text():
             pytest.importorskip(package)
     scope = {"__name__": "example"}
@@ -101,13 +110,31 @@ def test_the_readme_example_is_ten_lines():
     assert len([line for line in first.splitlines() if line.strip()]) <= 10
 
 
-def test_predictions_for_a_new_table_take_fifteen_lines():
-    first = blocks(DOCS / "how-to" / "use-a-trained-model.md", "python")[0]
-    assert len([line for line in first.splitlines() if line.strip()]) <= 15
+@pytest.mark.parametrize(
+    ("page", "heading"),
+    [
+        ("how-to/personal-models.md", "A private head: FedPer"),
+        ("how-to/recipes.md", "A variational autoencoder"),
+        ("how-to/recipes.md", "Two heads, two targets"),
+        ("how-to/recipes.md", "Contrastive learning"),
+        ("how-to/use-a-trained-model.md", "Predictions for a new CSV file"),
+        ("tutorials/own-model-and-data.md", "One data set per client"),
+    ],
+)
+def test_a_recipe_is_at_most_fifteen_lines(page, heading):
+    """Of code, with the model; the data of a page's first block are given."""
+    _, section = (DOCS / page).read_text().split(f"\n## {heading}\n")
+    code = re.search(r"```python\n(.*?)```", section, flags=re.DOTALL).group(1).splitlines()
+    assert 3 < len([line for line in code if line.strip() and not line.strip().startswith("#")]) <= 15
 
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_docstring_of_a_simulation_explains_every_argument():
+    wanted = {*inspect.signature(lamina.Simulation).parameters, *TrainArguments.__annotations__} - {"settings"}
+    assert wanted <= {*re.findall(r"^ *(\w+): ", lamina.Simulation.__doc__, flags=re.MULTILINE)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

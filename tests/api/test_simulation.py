@@ -458,7 +458,9 @@ def test_bad_input_is_refused_in_one_line(call, text):
 def test_on_round_with_other_arguments_is_refused_before_the_first_round():
     run = simulate(test=(X, Y))
     for given in (lambda: None, lambda row, more: None):
-        with pytest.raises(lamina.BadInput, match=r"on_round is called with \(row\): ") as caught:
+        with pytest.raises(
+            lamina.BadInput, match=r"on_round is called with \(row\), which it does not take: "
+        ) as caught:
             run.run(2, given)
         assert "\n" not in str(caught.value)
     assert not len(run.history)

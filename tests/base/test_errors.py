@@ -30,6 +30,7 @@ def test_the_nearest_name_ignores_case_hyphens_and_underscores():
         ("client_fraction", ["participation", "augmentation"], "participation"),
         ("criterion", ["partition", "loss"], "loss"),
         ("acc", ["accuracy", "loss"], "accuracy"),
+        ("sgd", ["fedavg", "fedlada"], "fedavg"),
     ],
 )
 def test_the_words_of_other_libraries_are_understood(name, known, meant):

@@ -52,6 +52,7 @@ def test_settings_and_presets_are_ours(mine, capsys):
         (["fedavg", "{mine}:number"], "is 3, which cannot be called"),
         (["fedavg", "{mine}:absent"], "cannot load the implementation"),
         (["fedavg", "no_such_module:step"], "No module named 'no_such_module'"),
+        (["{mine}:step", "fedavg"], "the algorithm comes first: lamina conform fedavg my_conformance_code:step"),
         (["fedavgg", "{mine}:step"], "did you mean 'fedavg'"),
         (["fedavg", "{mine}:step", "--set", "beta1=0.8"], "fedavg has no option 'beta1'"),
         (["fedavg", "{mine}:step", "--set", "lr"], "--set 'lr' is not of the form name=value"),

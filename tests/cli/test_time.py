@@ -58,7 +58,9 @@ def test_a_private_run_has_the_time_that_its_rows_leave_out(runs, capsys):
     for name in ("open", "private"):
         assert call("run", f"{name}.toml", "--out", name, "-q") == 0
         assert call("time", name) == 0
-        times.append(cells(capsys.readouterr().out)[1][1:5])
+        text = capsys.readouterr().out
+        times.append(cells(text)[1][1:5])
+        assert ("the time of other cohorts" in " ".join(text.split())) == (name == "private")
     assert times[0] == times[1]
     assert "clock_seconds" not in (runs / "private" / "metrics.jsonl").read_text()
 

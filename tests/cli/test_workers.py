@@ -96,7 +96,7 @@ def test_overwrite_is_refused_while_a_process_works_there(here, capsys):
 
 @pytest.mark.long
 def test_a_killed_worker_is_reported_and_the_others_finish(here):
-    more = ("train.rounds=150",)
+    more = ("train.rounds=50",)
     assert call(*command("alone", *more)) == 0
     process = launcher(*command("c", *more), "--workers", 2)
     wait_until(lambda: len(owners("c")) == 2 and count("c") > 5)

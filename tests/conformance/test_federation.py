@@ -2,11 +2,12 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
 import lamina
+
+REGRESSION = torch.arange(120.0).reshape(40, 3).cos(), torch.arange(40.0).sin().reshape(40, 1)
 
 
 def sgd(y, grad, lr):
@@ -23,11 +24,11 @@ def adam_server(x, delta, state, round, server_lr, tau, v_init, *, sign=1, keep=
 
 
 def test_a_right_server_is_the_same_in_the_model_and_in_its_moments():
-    found = lamina.conform("fedadam", adam_server)
-    assert found.same
-    assert found.verdict == "the same to 1e-12 over 50 steps"
-    assert found.quantities == ("x", "m", "v")
-    assert (found.others, found.largest < 1e-13) == ((), True)
+    result = lamina.conform("fedadam", adam_server)
+    assert result.same
+    assert result.verdict == "the same to 1e-12 over 50 steps"
+    assert result.quantities == ("x", "m", "v")
+    assert (result.others, result.largest < 1e-13) == ((), True)
 
 
 @pytest.mark.parametrize(
@@ -43,23 +44,25 @@ def test_a_right_server_is_the_same_in_the_model_and_in_its_moments():
     ],
 )
 def test_a_mistake_of_a_server_is_named_where_it_first_shows(mistake, place, ratio):
-    found = lamina.conform("fedadam", adam_server, options=mistake)
-    assert (found.difference.quantity, found.difference.place) == ("x", place)
-    notes = [note for note in found.notes if "times ours" in note]
+    result = lamina.conform("fedadam", adam_server, options=mistake)
+    assert (result.difference.quantity, result.difference.place) == ("x", place)
+    notes = [note for note in result.notes if "times ours" in note]
     assert notes == ([] if ratio is None else [f"their step there is {ratio} times ours, in every coordinate"])
 
 
 def test_the_size_is_that_of_the_largest_entry():
-    found = lamina.conform("fedavg", lambda x, delta: x + delta + 0.25 * (torch.arange(len(x)) == 76), steps=3)
-    assert found.difference.entry == "fc.weight[0]"  # after 72 weights and 4 biases of the convolution
-    assert found.difference.size == pytest.approx(0.25)
-    assert found.difference.theirs - found.difference.ours == pytest.approx(0.25)
+    result = lamina.conform("fedavg", lambda x, delta: x + delta + 0.25 * (torch.arange(len(x)) == 76), steps=3)
+    assert result.difference.entry == "fc.weight[0]"  # after 72 weights and 4 biases of the convolution
+    assert result.difference.size == pytest.approx(0.25)
+    assert result.difference.theirs - result.difference.ours == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_nan_is_a_difference(wrong):
-    found = lamina.conform("fedavg", lambda y, grad, k: y - 0.1 * grad + (wrong if k == 3 else 0))
-    assert found.difference.place == "round 1, client 1, step 3"
+    result = lamina.conform("fedavg", lambda y, grad, k: y - 0.1 * grad + (wrong if k == 3 else 0))
+    assert result.difference.place == "round 1, client 1, step 3"
+    assert "y is not finite (conv.weight[0]: ours " in result.verdict
+    assert result.notes == ()
 
 
 def test_a_state_that_differs_while_the_model_does_not_is_reported():
@@ -67,21 +70,21 @@ def test_a_state_that_differs_while_the_model_does_not_is_reported():
         state["m"] = 2 * grad
         return y - lr * grad
 
-    found = lamina.conform("fedadam", lambda x, delta, state: adam_server(x, delta, state, 1, 0.01, 1e-3, 1e-6))
-    assert found.same
-    found = lamina.conform(lamina.MimeLamb(), sgd, steps=1)
-    assert not found.same
-    found = lamina.conform(lamina.FedNova(), step, steps=3)  # it has no `m`
-    assert (found.same, found.quantities) == (True, ("y",))
+    result = lamina.conform("fedadam", lambda x, delta, state: adam_server(x, delta, state, 1, 0.01, 1e-3, 1e-6))
+    assert result.same
+    result = lamina.conform(lamina.MimeLamb(), sgd, steps=1)
+    assert not result.same
+    result = lamina.conform(lamina.FedNova(), step, steps=3)  # it has no `m`
+    assert (result.same, result.quantities) == (True, ("y",))
 
     def with_b(y, grad, lr, state):
         state["b"] = 2 * grad
         return y - lr * grad
 
-    found = lamina.conform(lamina.FedNova(), with_b, steps=3)
-    assert found.same
-    assert [(each.quantity, each.place) for each in found.others] == [("b", "round 1, client 1, step 1")]
-    assert "b by" in str(found)
+    result = lamina.conform(lamina.FedNova(), with_b, steps=3)
+    assert result.same
+    assert [(each.quantity, each.place) for each in result.others] == [("b", "round 1, client 1, step 1")]
+    assert "b by" in str(result)
 
 
 def test_a_control_variate_with_the_wrong_sign_shows_in_the_second_round():
@@ -105,9 +108,9 @@ def test_a_running_maximum_is_told_from_none():
 
     assert lamina.conform("fedlada", step).quantities == ("y", "m", "v", "v_hat")
     assert lamina.conform("fedlada", step).same
-    found = lamina.conform("fedlada", step, options={"maximum": False})
-    assert not found.same
-    assert found.others[0].quantity == "v_hat"
+    result = lamina.conform("fedlada", step, options={"maximum": False})
+    assert not result.same
+    assert result.others[0].quantity == "v_hat"
 
 
 def test_a_second_gradient_is_that_of_the_method():
@@ -129,7 +132,9 @@ def test_the_loss_of_a_batch_is_given_where_the_method_asks_for_it():
 
 def test_a_model_that_the_method_cannot_train_is_refused():
     with pytest.raises(lamina.BadInput, match="matri"):
-        lamina.conform(lamina.FedMuon(muon_on="hidden"), train, model=torch.nn.Linear(6, 4))
+        lamina.conform(
+            lamina.FedMuon(muon_on="hidden"), train, model=torch.nn.Linear(3, 1), data=REGRESSION, loss="mse"
+        )
 
 
 def test_numpy_arrays_and_dicts_by_name_are_models():
@@ -142,12 +147,39 @@ def test_numpy_arrays_and_dicts_by_name_are_models():
     assert lamina.conform("fedavg", by_name, steps=5).same
 
 
-def test_float32_is_named_if_rounding_may_be_all():
+@pytest.mark.parametrize(
+    ("kind", "note", "tolerance"),
+    [
+        (torch.float32, "theirs computes in float32, whose rounding this may be: a tolerance of 1e-5", 1e-5),
+        (torch.float16, "theirs computes in float16, whose rounding this may be: a tolerance of 1e-2", 1e-2),
+        (None, "this may be rounding to float32 within theirs: a tolerance of 1e-5", 1e-5),
+    ],
+)
+def test_the_type_is_named_if_rounding_may_be_all(kind, note, tolerance):
     def rounded(x, delta):
-        return np.float32(x) + np.float32(delta)
+        after = x.to(kind or torch.float32) + delta.to(kind or torch.float32)
+        return after.double() if kind is None else after
 
-    assert "theirs computes in float32: --tolerance 1e-5" in lamina.conform("fedavg", rounded, steps=3).notes[-1]
-    assert lamina.conform("fedavg", rounded, steps=3, tolerance=1e-5).same
+    result = lamina.conform("fedavg", rounded, steps=3)
+    assert [note in each for each in result.notes] == [False, True]
+    assert lamina.conform("fedavg", rounded, steps=3, tolerance=tolerance).same
+
+
+def test_a_weight_decay_and_a_model_that_does_not_move_are_named():
+    decayed = lamina.conform("fedavg", lambda y, grad, lr: y - lr * (grad + 0.01 * y))
+    assert decayed.notes[-1].startswith("the difference is -0.001 times the model before the step, in every coordinate")
+    assert lamina.conform("fedavg", lambda y, grad: y).notes[-1] == "theirs leaves the model as it is"
+
+
+def test_random_numbers_are_named_and_the_same_in_every_comparison():
+    def noisy(x, delta):
+        return x + delta + 0.1 * torch.randn_like(x)
+
+    state = torch.get_rng_state()
+    result = lamina.conform("fedavg", noisy)
+    assert result.notes[-1] == "theirs draws random numbers, which ours does not"
+    assert lamina.conform("fedavg", noisy) == result
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_weights_and_the_aggregation_are_ours_or_theirs():
@@ -175,9 +207,9 @@ def train(model, batches, lr, loss, decay=0.0):
 
 def test_a_whole_client_trains_the_same_model_on_the_same_batches():
     assert lamina.conform("fedavg", train, steps=12, local_steps=4).same
-    found = lamina.conform("fedavg", train, options={"decay": 0.1})
-    assert found.difference.place == "round 1, client 1"
-    assert found.difference.entry.split("[")[0] in ("0.weight", "0.bias", "2.weight", "2.bias")
+    result = lamina.conform("fedavg", train, options={"decay": 0.1})
+    assert result.difference.place == "round 1, client 1"
+    assert result.difference.entry.split("[")[0] in ("0.weight", "0.bias", "2.weight", "2.bias")
 
 
 def test_a_whole_client_may_return_its_model_and_further_uploads():
@@ -198,12 +230,42 @@ def test_what_a_function_stores_or_returns_besides_is_left_out():
     assert lamina.conform("fedavg", step, steps=2).quantities == ("y",)
 
 
-def test_a_model_and_data_of_the_users_own():
-    torch.manual_seed(0)
-    model, data = torch.nn.Linear(3, 1), (torch.randn(40, 3), torch.randn(40, 1))
+def test_a_model_and_data_of_the_user():
+    model = torch.nn.Linear(3, 1)
     before = model.weight.clone()
-    assert lamina.conform("fedavg", train, model=model, data=data, loss="mse", steps=6).same
+    assert lamina.conform("fedavg", train, model=model, data=REGRESSION, loss="mse", steps=6).same
     assert torch.equal(model.weight, before)
+
+
+def test_a_frozen_layer_stays_in_evaluation_mode_on_both_sides():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    model[0].eval()
+    assert lamina.conform("fedavg", train, model=model, data=REGRESSION, loss="mse", steps=6).same
+
+
+NET = torch.nn.Linear(3, 1)
+DROPOUT = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Dropout(0.5))
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        (NET, None, "model is given without data"),
+        (None, REGRESSION, "data is given without model"),
+        (3, REGRESSION, "model is 3: give an nn.Module"),
+        (torch.nn.Linear(5, 1), REGRESSION, r"the model cannot take the train data, samples of shape \(3,\)"),
+        (torch.nn.Flatten(), REGRESSION, "the model has no trainable parameter"),
+        (NET, REGRESSION[0], "cannot read data of type Tensor: give a pair"),
+        (NET, (REGRESSION[0], REGRESSION[1][:7]), "must hold one row per sample"),
+        (NET, (REGRESSION[0], torch.full((40, 1), float("nan"))), "sample 0 of y holds nan"),
+        (NET, (REGRESSION[0][:2], REGRESSION[1][:2]), "2 samples are too few for 3 clients"),
+        (DROPOUT, REGRESSION, "the model has dropout or draws random numbers"),
+    ],
+)
+def test_a_bad_model_and_bad_data_are_refused_in_one_line(model, data, message):
+    with pytest.raises(lamina.BadInput, match=message) as refused:
+        lamina.conform("fedavg", train, model=model, data=data, loss="mse")
+    assert "\n" not in str(refused.value)
 
 
 def test_the_generators_are_seeded_for_a_client_and_left_alone():
@@ -227,13 +289,25 @@ def test_the_seed_changes_the_gradients():
     assert len(sizes) == 2
 
 
+SGD_STEPS = {
+    "fedadagrad", "fedadam", "fedams_server", "fedavg", "fedavgm", "fedexp", "fednova", "fedyogi",
+}  # fmt: skip
+OTHER_SERVERS = {
+    "diloco", "fedadagrad", "fedadam", "fedadam_star", "fedams_server", "fedavgm", "feddyn", "fedyogi",
+}  # fmt: skip
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(lamina.algorithms.BUILT_IN))
 def test_every_algorithm_can_be_compared_in_all_halves(name):
-    """With SGD and averaging, which some of them are, and all finish a round of."""
-    for theirs in (sgd, lambda x, delta: x + delta, train):
-        found = lamina.conform(name, theirs, steps=4, local_steps=2)
-        assert found.same or found.difference.size > 0
+    """With SGD and with averaging, which are the halves of some of them."""
+
+    def is_same(theirs):
+        return lamina.conform(name, theirs, steps=4, local_steps=2).same
+
+    assert is_same(sgd) == (name in SGD_STEPS)
+    assert is_same(train) == (name in SGD_STEPS | {"fedsps"})  # its step sizes reach their bound here, which is lr
+    assert is_same(lambda x, delta: x + delta) == (name not in OTHER_SERVERS)
 
 
 @pytest.mark.parametrize(
@@ -244,15 +318,13 @@ def test_every_algorithm_can_be_compared_in_all_halves(name):
         ({"steps": 0}, "steps = 0 is not a whole number >= 1"),
         ({"tolerance": 0.0}, "tolerance = 0.0 is not a number > 0"),
         ({"lr": -1}, "lr = -1 is not a number > 0"),
-        ({"model": torch.nn.Linear(1, 1)}, "model and data are for a whole client, but sgd is a local half"),
+        ({"model": torch.nn.Linear(1, 1)}, "model is for a whole client, but sgd is a local half"),
+        ({"loss": "mse"}, "loss is for a whole client, but sgd is a local half"),
+        ({"options": "tau=3"}, "options = 'tau=3' is not a dict of keyword arguments"),
+        ({"aggregation": "operator:itemgetter"}, r"cannot create the aggregation operator:itemgetter\(\): TypeError"),
+        ({"seed": -1}, "seed = -1 is not a whole number >= 0"),
     ],
 )
 def test_wrong_settings_are_refused(arguments, message):
     with pytest.raises(lamina.BadInput, match=message):
         lamina.conform("fedavg", sgd, **arguments)
-
-
-def test_a_model_with_dropout_is_refused():
-    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Dropout(0.5))
-    with pytest.raises(lamina.BadInput, match="the model has dropout"):
-        lamina.conform("fedavg", train, model=model)

@@ -20,10 +20,17 @@ def test_its_clients_have_our_numbers_of_examples():
     assert by_other_key.same
 
 
+def test_an_instance_begins_every_comparison_with_the_state_that_it_has():
+    strategy = FedAvgM(server_momentum=0.9)
+    assert all(lamina.conform("fedavgm", strategy, steps=3).same for _ in range(2))
+
+
 def test_its_momentum_is_compared_with_ours():
-    found = lamina.conform("fedavgm", FedAvgM, options={"server_momentum": 0.9}, steps=5)
-    assert (found.same, found.quantities, found.others) == (True, ("x", "b"), ())
-    assert lamina.conform("fedavgm", FedAvgM, steps=5).difference.place == "round 2"
+    result = lamina.conform("fedavgm", FedAvgM, options={"server_momentum": 0.9}, steps=5)
+    assert (result.same, result.quantities, result.others) == (True, ("x", "b"), ())
+    by_default = lamina.conform("fedavgm", FedAvgM, steps=5)
+    assert by_default.difference.place == "round 2"
+    assert not any("random" in note for note in by_default.notes)  # Flower draws the names of its messages
 
 
 @pytest.mark.parametrize(
@@ -66,7 +73,13 @@ class Old:
     ("theirs", "options", "message"),
     [
         (FedAvg, {"fraction_train": 0.7}, "FedAvg trains 2 of 3 clients: set fraction_train=1.0"),
-        (FedAvg, {"eta": 1.0}, r"cannot create FedAvg\(eta=1.0\): TypeError"),
+        (FedAvg, {"eta": 1.0}, "FedAvg takes no 'eta'"),
+        (FedAvg, {"min_train_nodes": "2"}, r"FedAvg fails: TypeError|cannot create FedAvg\(min_train_nodes='2'\)"),
+        (
+            FedAvg(),
+            {"fraction_train": 0.5},
+            r"FedAvg is an object, which takes no options \(fraction_train\): give its",
+        ),
         (Silent, {}, "Silent returns no arrays from aggregate_train for 3 replies"),
         (Broken, {}, "Broken fails: KeyError: 'arrays'"),
         (Old, {}, "Old is a strategy of Flower's older API: give one of flwr.serverapp.strategy"),

@@ -40,9 +40,9 @@ def test_a_server_is_a_class_an_object_a_factory_or_a_method(theirs):
 
 def test_a_class_and_a_factory_take_options():
     for theirs in (Momentum, make_momentum):
-        found = lamina.conform(lamina.FedAvgM(mu=0.5), theirs, options={"mu": 0.5}, steps=5)
-        assert found.same
-        assert found.theirs.endswith("(mu=0.5)")
+        result = lamina.conform(lamina.FedAvgM(mu=0.5), theirs, options={"mu": 0.5}, steps=5)
+        assert result.same
+        assert result.theirs.endswith("(mu=0.5)")
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,29 @@ def test_what_a_function_writes_into_stays_on_its_side():
 
     assert lamina.conform("fedavg", step).same
 
+    def corrected(y, grad, lr, c, kept):
+        y = y - lr * (grad + c - kept.c)
+        kept.c.zero_()
+        return y
+
+    assert lamina.conform("scaffold", corrected, local_steps=1).same
+
+
+def test_an_instance_begins_every_comparison_with_the_state_that_it_has():
+    momentum = Momentum()
+    assert all(lamina.conform("fedavgm", momentum, steps=3).same for _ in range(2))
+    assert momentum.b == 0
+
 
 def fails(y, grad):
     raise RuntimeError("a problem\nof two lines")
+
+
+def quits(y, grad):
+    raise SystemExit(3)
+
+
+LAYERS = ("conv.weight", "conv.bias", "fc.weight", "fc.bias")
 
 
 class NeedsMore:
@@ -101,9 +121,23 @@ class NeedsMore:
         (lambda x, delta, rows: x, "takes 'rows': a server half may take delta, deltas, examples, lr, mean_steps"),
         (lambda y, grad: None, "y of .* is None: return a tensor or array"),
         (lambda y, grad: "text", "is 'text': return a tensor or array"),
-        (lambda y, grad: y[:3], r"returns 'y' of shape \(3,\) for a model \(121,\)"),
+        (lambda y, grad: y[:3], r"y of .* has the shape \(3,\), and the model is a vector of 121 numbers"),
+        (lambda model, batches: 0.5, r"has the shape \(\), .* 92 numbers; a client may train `model` in place"),
+        (lambda y, grad: y.long(), "y of .* is of type int64: return floating-point numbers"),
+        (lambda y, grad: y + 1j, "y of .* has complex numbers: return real ones"),
+        (lambda y, grad: y.to("meta"), "y of .* is tensor.*: return a tensor or array"),
+        (lambda y, grad: (y, {}), "y of .* is a tuple of Tensor, dict: return a tensor or array"),
+        (
+            lambda x, delta: {"conv.weight": x[:72]},
+            r"is a dict without 'conv.bias': return all of conv.weight",
+        ),
+        (lambda x, delta: dict.fromkeys(LAYERS, x), r"'conv.weight' has the shape \(121,\), and ours \(4, 2, 3, 3\)"),
+        (lambda *arguments: 3, "takes no arguments by name: give a torch optimizer's class"),
+        (lambda y, grad, /: y, "takes no arguments by name: give a torch optimizer's class"),
+        (quits, r"quits fails: SystemExit: 3 \(test_target.py:\d+\)$"),
         (lambda y, grad: {"x": y}, "returns x, and no 'y'"),
-        (NeedsMore, r"cannot create NeedsMore\(\): TypeError: .* missing 1 required positional argument: 'size'"),
+        (NeedsMore, r"NeedsMore needs size: give --theirs size=… \(in Python, options\)"),
+        (lambda params, lr, betas: params, "<lambda> needs betas: give --theirs betas=…"),
         (torch.optim.SGD([torch.zeros(1)], lr=1.0), "SGD is an optimizer that exists already: give its class"),
         (lambda params: params, "takes parameters, but creates no torch optimizer: it returns a list"),
         (lambda params, lr: torch.optim.SGD(params, lr=-lr), "ValueError: Invalid learning rate"),
@@ -124,6 +158,8 @@ def test_what_is_no_implementation_is_refused_in_one_line(theirs, message):
     [
         ("fedavg", sgd, {"half": "server"}, "sgd is a local half, not a server half"),
         ("fedavg", sgd, {"options": {"rate": 3}}, "sgd takes no 'rate'"),
+        ("fedavgm", Momentum(), {"options": {"mu": 0.5}}, "Momentum takes no 'mu'"),
+        ("fedavg", torch.optim.SGD, {"options": {"moment": 0.9}}, "SGD takes no 'moment'; did you mean 'momentum'"),
         ("fedsam", torch.optim.SGD, {}, "gets one gradient per step, but the method needs two"),
         ("fedavg", torch.optim.SGD, {"half": "client"}, "is an optimizer, which is a local half or a server half"),
     ],

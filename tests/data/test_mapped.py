@@ -12,6 +12,7 @@ import lamina
 from lamina.base.errors import BadInput
 from lamina.data import mapped
 from lamina.data.mapped import Mapped
+from small_simulations import take_gpu_path
 
 NOISE = np.random.default_rng(0)
 X, Y = NOISE.normal(size=(40, 6)).astype("float32"), NOISE.integers(0, 3, 40)
@@ -37,14 +38,18 @@ def on_disk(folder, array, name="x"):
     return np.load(folder / f"{name}.npy", mmap_mode="r")
 
 
-@pytest.mark.parametrize("engine", ["loop", "stacked"])
+@pytest.mark.parametrize("algorithm", ["fedlamb", "mime"])  # the second has gradients over all data
+@pytest.mark.parametrize("engine", ["loop", "stacked", "captured", "a GPU's path"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-def test_training_gives_the_same_numbers_as_data_in_memory(tmp_path, engine, dtype):
-    settings = {"clients": 4, "local_test": 0.3, "engine": engine, "lr": 0.1, "client_metrics": False}
+def test_training_gives_the_same_numbers_as_data_in_memory(tmp_path, engine, dtype, algorithm):
+    name = "stacked" if engine == "a GPU's path" else engine
+    settings = {"clients": 4, "local_test": 0.3, "engine": name, "lr": 0.1, "client_metrics": False, "batch_size": 4}
     x, model = X.astype(dtype), nn.Linear(6, 3)
     histories = []
     for values in (x, on_disk(tmp_path, x)):
-        run = lamina.Simulation(model, (values, Y), "fedlamb", test=(values[:9], Y[:9]), **settings)
+        run = lamina.Simulation(model, (values, Y), algorithm, test=(values[:9], Y[:9]), **settings)
+        if engine != name:
+            take_gpu_path(run)
         assert isinstance(run.train_data.x, torch.Tensor if values is x else Mapped)
         histories.append([{k: v for k, v in row.items() if "seconds" not in k} for row in run.run(3)])
     assert histories[0] == histories[1]

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 import lamina
-from kinds import KINDS, simulation
+from kinds import KINDS, TRANSFORMERS, simulation
 
 NO_VMAP = ("recurrent",)  # torch has no rule for an LSTM
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long if kind in TRANSFORMERS else ()) for kind in KINDS]
+)
 def test_all_engines_agree(kind):
     engines = ("loop", "stacked") if kind in NO_VMAP else ("loop", "stacked", "captured")
     runs = [simulation(kind, engine) for engine in engines]

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import lamina
+from small_simulations import take_gpu_path
 
 X = torch.randn(45, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(45) % 3
@@ -48,10 +49,17 @@ def simulate(augmentation, engine="loop", algorithm="fedlamb", model=None, data=
     return lamina.Simulation(model or nn.Linear(6, 3), data, algorithm, test=data, **settings)
 
 
-@pytest.mark.parametrize("engine", ["stacked", "captured"])
+ENGINES = pytest.mark.parametrize(
+    ("engine", "is_gpu_path"), [("stacked", False), ("stacked", True), ("captured", False)]
+)
+
+
+@ENGINES
 @pytest.mark.parametrize("function", [noise, centre, in_place])
-def test_engines_agree(function, engine):
+def test_engines_agree(function, engine, is_gpu_path):
     expected, run = simulate(function), simulate(function, engine)
+    if is_gpu_path:
+        take_gpu_path(run)
     for row, other in zip(expected.run(3), run.run(3), strict=True):
         assert row["train_loss"] == pytest.approx(other["train_loss"], rel=1e-5)
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
@@ -67,11 +75,13 @@ def test_a_dict_of_inputs(engine):
     assert expected.run(2)[-1]["loss"] == pytest.approx(run.run(2)[-1]["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["captured", "stacked"])
-def test_two_gradients_of_a_step_see_the_same_draw(engine):
-    """Mime subtracts the gradient of the same batch at the server's model."""
+@ENGINES
+def test_two_gradients_of_a_step_see_the_same_draw(engine, is_gpu_path):
+    """Mime subtracts the gradient of the same batch at the server's model, and has a gradient over all data."""
     algorithm = lamina.create("mime", "mime")
     expected, run = simulate(noise, algorithm=algorithm), simulate(noise, engine, algorithm=algorithm)
+    if is_gpu_path:
+        take_gpu_path(run)
     assert expected.run(2)[-1]["loss"] == pytest.approx(run.run(2)[-1]["loss"], rel=1e-5)
 
 

@@ -11,6 +11,7 @@ import kinds
 import lamina
 from lamina.algorithms import registry
 from lamina.algorithms.contract import LocalModel, Model
+from lora import adapted
 from second_gradients import Ditto
 
 X = torch.randn(100, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -79,6 +80,27 @@ def test_engines_agree_on_a_private_head_of_several(engine):
     for row, expected in zip(runs[1].history, runs[0].history, strict=True):
         assert row["client_loss_mean"] == pytest.approx(expected["client_loss_mean"], rel=1e-9)
     assert len({tuple(vector.tolist()) for vector in client_vectors(runs[0])}) > 1
+
+
+@pytest.mark.parametrize(("algorithm", "up", "down"), [("fedavg", 1, 1), ("fedlada", 2, 3)])
+def test_engines_agree_on_adapters_half_of_which_is_private(algorithm, up, down):
+    """Clients share lora_A and keep lora_B; the frozen layers below are the same everywhere."""
+    runs = [
+        lamina.Simulation(adapted(5, torch.float64), (X, Y), algorithm, clients=PARTS, batch_size=8, lr=0.05,
+                          participation=0.6, private=["*lora_B*"], engine=engine)
+        for engine in ("loop", "stacked", "captured")
+    ]  # fmt: skip
+    for run in runs:
+        row = run.run(3)[-1]
+        size = row["clients"] * (5 * 2 + 8 * 2) * 8  # of the vectors that the algorithm sends
+        assert (row["bytes_up"], row["bytes_down"]) == (up * size, down * size)
+        torch.testing.assert_close(client_vectors(run), client_vectors(runs[0]), rtol=1e-9, atol=1e-11)
+    start, shared = adapted(5, torch.float64).state_dict(), runs[0].model.state_dict()
+    assert [name for name in start if not torch.equal(start[name], shared[name])] == [
+        "0.lora_A.weight", "2.lora_A.weight"
+    ]  # fmt: skip
+    trained = [run.client_model(0)[2].lora_B.weight for run in runs]
+    assert all(bool(weight.any()) for weight in trained)
 
 
 # these servers move shared parameters in another way than local training does; FedExP's evaluates their mean

@@ -37,7 +37,7 @@ def test_an_override_without_a_key_or_a_value_is_one_line(override):
         ({"tran": {}}, "mine.toml: the file has no key 'tran'; did you mean 'train'?"),
         ({"privacy": {"bound": 1, "delta": 1e-5, "epsilons": [8]}}, "[privacy] has no key 'epsilons'; did you mean"),
         ({"compare": 3}, "mine.toml: compare = 3: must be a table"),
-        ({"compare": {"algorithms": "fedavg"}}, "mine.toml: compare.algorithms = 'fedavg': must be a list"),
+        ({"compare": {"algorithms": "fedavg"}}, "compare.algorithms = 'fedavg': must be a list, ['fedavg']"),
         ({"train": {"lr": 0, "rounds": 0}}, "(and 1 more)"),
     ],
 )

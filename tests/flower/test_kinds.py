@@ -46,9 +46,7 @@ def run(made):
     made.server_app()(grid, next(iter(grid.contexts.values())))
 
 
-# An adapter is one kind of frozen weights, which the wire treats alike whatever the model: one quick test is enough.
-ADAPTERS = [kind for kind in kinds.KINDS if kind.endswith("_adapters")]
-MARKED = [pytest.param(kind, marks=pytest.mark.long if kind in ADAPTERS[1:] else ()) for kind in kinds.KINDS]
+MARKED = [pytest.param(kind, marks=pytest.mark.long if kind in kinds.TRANSFORMERS else ()) for kind in kinds.KINDS]
 
 
 @pytest.mark.parametrize("kind", MARKED)

@@ -9,18 +9,27 @@ from flwr.app import ArrayRecord
 
 import lamina
 from flower_setup import MIME, PARTS, Setup, assert_like_the_simulation, client_of, is_train, small_model, the_data
+from lora import adapted
 from second_gradients import Ditto
 
 NETWORK = functools.partial(small_model, norm=True)  # Linear(6, 8), BatchNorm, ReLU, Linear(8, 3)
 PRIVATE = {"private": ["1.*", "3.*"], "batch_size": 5}
 SHARED = 6 * 8 + 8
+ADAPTERS = functools.partial(adapted, 6)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("algorithm", ["fedlada", "fedlamb", "scaffold", MIME], ids=str)
-def test_the_federation_agrees_with_the_simulation(algorithm, tmp_path):
+@pytest.mark.parametrize(
+    ("algorithm", "model", "private", "size"),
+    [
+        *((name, NETWORK, PRIVATE, SHARED) for name in ("fedlada", "fedlamb", "scaffold", MIME)),
+        ("fedlada", ADAPTERS, PRIVATE | {"private": ["*lora_B*"]}, 6 * 2 + 8 * 2),
+    ],
+    ids=["fedlada", "fedlamb", "scaffold", "mime", "adapters"],
+)
+def test_the_federation_agrees_with_the_simulation(algorithm, model, private, size, tmp_path):
     no_limit = {"limits": lamina.flower.Limits(times_median=None)}  # of four tiny clients, one may stand out
-    setup, sizes = Setup(tmp_path, algorithm, model=NETWORK, **PRIVATE, more=no_limit), set()
+    setup, sizes = Setup(tmp_path, algorithm, model=model, **private, more=no_limit), set()
 
     def watch(grid, node, message, reply=None):
         content = message.content if reply is None else reply.content
@@ -31,7 +40,7 @@ def test_the_federation_agrees_with_the_simulation(algorithm, tmp_path):
     setup.run(setup.grid(watch, watch))
     # Mime's first exchange sends gradients up, which the ledger does not count
     assert_like_the_simulation(setup, without=("bytes_up",) if algorithm is MIME else ())
-    assert sizes == {SHARED}
+    assert sizes == {size}
 
 
 def test_nodes_evaluate_their_own_models(tmp_path):

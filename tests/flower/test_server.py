@@ -184,6 +184,19 @@ def test_an_error_that_repeats_does_not_stop_a_run_that_has_a_quorum_without_it(
     assert [one["client"] for one in setup.journal[-1]["took_part"]] == [0, 2, 3]
 
 
+def test_a_method_that_needs_all_clients_warns_once_if_one_is_missing(tmp_path, caplog):
+    setup = Setup(tmp_path, "scaffnew", participation=1.0, rounds=4, more={"deadline": 0.2, "quorum": 2})
+
+    def on_reply(grid, node, message, reply):
+        return None if is_train(message) and message.metadata.group_id in "24" and client_of(node) == 1 else reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    text = "Scaffnew needs all clients in every round: with smaller cohorts it diverges, or converges to a model that"
+    assert [m.partition(": ")[0] for m in caplog.messages if text in m] == ["round 2"]
+    assert [len(entry["missing"]) for entry in setup.journal] == [0, 1, 0, 1]
+    assert ["set quorum = 1.0, " in "".join(entry["notes"]) for entry in setup.journal] == [False, True, False, False]
+
+
 def test_errors_that_differ_are_tried_again(tmp_path):
     setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more={"attempts": 3, "quorum": 1.0})
     codes = [2, 8]  # the app raised an exception, the app crashed

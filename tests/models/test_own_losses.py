@@ -1,5 +1,7 @@
 """Hugging Face's architectures train on the gradient of the loss that their own library computes."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -7,8 +9,10 @@ from torch.nn import functional as F  # noqa: N812
 import lamina
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.long  # the first model takes seconds to import
 
-WORDS, SAMPLES, LR = 30, 6, 0.1
+WORDS, SAMPLES, LR = 30, 8, 0.1
+PARTS = [range(1), range(1, 4), range(4, 8)]  # of three clients; uneven
 GENERATOR = torch.Generator().manual_seed(0)
 TOKENS, ANSWERS = (torch.randint(3, WORDS, (SAMPLES, length), generator=GENERATOR) for length in (8, 5))
 SOUND, IMAGES = (torch.randn(SAMPLES, *shape, generator=GENERATOR) for shape in ((4, 20), (3, 8, 8)))
@@ -100,21 +104,39 @@ CASES = {
 }  # fmt: skip
 
 
+def part_of(values, part):
+    """Return the samples of one client; options of a forward, such as return_loss=True, stay as they are."""
+    return {name: value[list(part)] if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+
+
+def step_of_the_library(model, values):
+    """Return the mean loss and step of the clients, weighted by samples, with the loss that the model computes."""
+    steps, mean = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}, 0.0
+    for part in PARTS:
+        model.zero_grad()
+        loss = model.train()(**part_of(values, part)).loss
+        loss.backward()
+        mean += float(loss.detach()) * len(part) / SAMPLES
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                steps[name] -= LR * parameter.grad * len(part) / SAMPLES
+    return mean, steps
+
+
 @pytest.mark.parametrize("kind", CASES)
-def test_a_step_follows_the_gradient_of_the_librarys_loss(kind):
-    build, inputs, loss, targets, own, engine = CASES[kind]
+def test_a_round_follows_the_gradients_of_the_librarys_loss(kind):
+    build, inputs, loss, targets, own, automatic = CASES[kind]
     torch.manual_seed(0)
     model, data = build(), (inputs, targets)
-    run = lamina.Simulation(
-        model, data, "fedavg", clients=1, batch_size=None, lr=LR, loss=loss, test=data, metrics=["loss"], device="cpu"
-    )
-    run.run(1)
-    assert run.engine.name == engine
-    expected = model.train()(**{**inputs, **own}).loss
-    expected.backward()
-    assert run.history[0]["train_loss"] == pytest.approx(float(expected.detach()), rel=1e-5)
-    trained = run.model.state_dict()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            step = parameter.detach() - LR * (0 if parameter.grad is None else parameter.grad)
-            torch.testing.assert_close(trained[name], step, rtol=1e-4, atol=1e-6, msg=name)
+    expected, steps = step_of_the_library(copy.deepcopy(model), {**inputs, **own})
+    for engine in dict.fromkeys(["loop", "captured", automatic]):
+        run = lamina.Simulation(
+            model, data, "fedavg", clients=PARTS, batch_size=None, lr=LR, loss=loss, test=data, metrics=["loss"],
+            device="cpu", engine="auto" if engine == automatic else engine, weighting="examples",
+        )  # fmt: skip
+        run.run(1)
+        assert run.engine.name == engine
+        assert run.history[0]["train_loss"] == pytest.approx(expected, rel=1e-5)
+        trained = run.model.state_dict()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(trained[name], parameter + steps[name], rtol=1e-4, atol=1e-6, msg=name)

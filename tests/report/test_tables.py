@@ -29,6 +29,16 @@ def test_cost_to_target_is_the_mean_over_seeds_until_they_stay_there():
     assert cost[:6] == (2.5, 12.5, 1.25, 2, 2.0, 3)
 
 
+def test_a_private_run_that_does_not_tell_its_seconds_has_none():
+    (record,) = runs([0.9, 0.9])
+    for row in record.history.rows:
+        del row["seconds"]
+    assert math.isnan(tables.cost_to_target([record], 0.8).seconds)
+    curve = helpers.trial("a", [record.history])
+    table = tables.results_table([curve])
+    assert dict(zip(table.head, table.rows[0], strict=True))["seconds per round"] == "–"
+
+
 def test_a_seed_that_does_not_stay_there_leaves_no_cost():
     cost = tables.cost_to_target(runs([0.9, 0.9], [0.9, 0.5]), 0.8)
     assert all(math.isnan(value) for value in cost[:3])

@@ -269,16 +269,14 @@ LAYERS = {
     "bag": (Bag, lambda: (integers(9, SAMPLES, 6), integers(3, SAMPLES)), "cross_entropy"),
 }
 KINDS |= LAYERS
-TRANSFORMERS = {
-    "bert": ("bert", lambda: (integers(20, SAMPLES, 8), integers(3, SAMPLES)), "cross_entropy"),
-    "gpt2": ("gpt2", lambda: (integers(20, SAMPLES, 8), integers(20, SAMPLES, 8)), "causal_lm"),
-    "llama": ("llama", lambda: (integers(20, SAMPLES, 8), integers(20, SAMPLES, 8)), "causal_lm"),
-    "vit": ("vit", lambda: (draw(SAMPLES, 3, 8, 8), integers(3, SAMPLES)), "cross_entropy"),
-}
+TRANSFORMERS = {  # one in full, one with adapters; models/test_transformers.py has more
+    "bert": (hugging_face("bert"), lambda: (integers(20, SAMPLES, 8), integers(3, SAMPLES)), "cross_entropy"),
+    "llama_adapters": (
+        hugging_face("llama", adapters=True), lambda: (integers(20, SAMPLES, 8), integers(20, SAMPLES, 8)), "causal_lm"
+    ),
+}  # fmt: skip
 if all(importlib.util.find_spec(package) for package in ("transformers", "peft")):
-    for name, (maker, samples, loss_name) in TRANSFORMERS.items():
-        KINDS[name] = (hugging_face(maker), samples, loss_name)
-        KINDS[f"{name}_adapters"] = (hugging_face(maker, adapters=True), samples, loss_name)
+    KINDS |= TRANSFORMERS
 
 
 def model(kind):
@@ -289,7 +287,7 @@ def model(kind):
 
 def algorithm_for(kind):
     """FedLADA; for attention FedAvg, because the gradient of a key's bias is rounding errors around zero."""
-    return "fedavg" if kind.removesuffix("_adapters") in TRANSFORMERS else "fedlada"
+    return "fedavg" if kind in TRANSFORMERS else "fedlada"
 
 
 def simulation(kind, engine="stacked", algorithm=None, **settings):
@@ -297,5 +295,6 @@ def simulation(kind, engine="stacked", algorithm=None, **settings):
     engine = "captured" if (kind, engine) == ("per_batch", "stacked") else engine  # it has no stacked form
     return lamina.Simulation(
         model(kind), data(), algorithm or algorithm_for(kind), test=data(), clients=PARTS, loss=loss,
-        engine=engine, device="cpu", **{"batch_size": 4, "participation": 0.7, "lr": 0.05, "seed": 3, **settings},
+        engine=engine,
+        **{"batch_size": 4, "participation": 0.7, "lr": 0.05, "seed": 3, "device": "cpu", **settings},
     )  # fmt: skip

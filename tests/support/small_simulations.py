@@ -168,6 +168,6 @@ def set_chunk(run, clients):
 
 def take_gpu_path(run, channels_last=False):
     """Use the buffers and in-place writes of a GPU on a CPU, without a graph."""
-    run.engine.graphs = Graphs()
+    run.engine.graphs, run.engine.begins_early = Graphs(), True
     if channels_last:
         run.engine.forward.layout = run.objective.layers.channels_last()

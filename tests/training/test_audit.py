@@ -23,6 +23,8 @@ HOW = {
     "all": {},
     "exact": {"participation": 0.5},
     "bernoulli": {"participation": 0.5, "sampling": "bernoulli"},
+    "capped": {"participation": 0.5, "sampling": "bernoulli", "cohort_cap": COHORT + 4},
+    "quantile": {"privacy": {"quantile": 0.5, "bound_rate": 1.0, "count_noise": 1.5}},
     "known": {"participation": 0.25, "min_separation": 4, "privacy": {"bands": 4}},
 }
 
@@ -70,7 +72,7 @@ def test_the_right_mechanism_shows_less_than_is_accounted_for_but_not_nothing(ru
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["all", "bernoulli"])
+@pytest.mark.parametrize("how", ["all", "bernoulli", "quantile"])
 @pytest.mark.parametrize("wrong", [small_noise, clipped_mean])
 def test_wrong_mechanisms_are_found(run_of, monkeypatch, wrong, how):
     """The canaries are several times as visible as the account says; the margin is that of the noise, not of luck."""
@@ -137,10 +139,16 @@ def test_both_engines_see_the_same(run_of):
 
 
 @pytest.mark.long
-def test_scores_of_the_right_mechanism_are_those_of_the_gaussian_mechanism(run_of):
-    """k rounds with all clients: the logarithm of the ratio is N(±k/2z², k/z²), and directions are independent."""
-    rounds, noise = 4, 2.0
-    found = lamina.audit(run_of(), runs=200, rounds=rounds, seed=5)
+@pytest.mark.parametrize("how", ["all", "quantile"])
+def test_scores_of_the_right_mechanism_are_those_of_the_gaussian_mechanism(run_of, how):
+    """k rounds with all clients: the logarithm of the ratio is N(±k/2z², k/z²), and directions are independent.
+
+    An adaptive bound changes canaries and noise alike, and the uploads' noise is larger than the account's.
+    """
+    run, rounds = run_of(**HOW[how]), 4
+    noise = run.protocol.privacy.noise.deviation * 2 * COHORT
+    assert noise == pytest.approx(2.0) if how == "all" else noise > 2.5
+    found = lamina.audit(run, runs=200, rounds=rounds, seed=5)
     mean, deviation, n = rounds / 2 / noise**2, math.sqrt(rounds) / noise, len(found.present)
     assert n == 1000
     for scores, sign in ((found.present, 1), (found.absent, -1)):

@@ -40,6 +40,26 @@ def test_samples_that_change_between_two_reads_are_refused(change, as_dict):
         lamina.data.as_dataset(Items(change, as_dict))
 
 
+class Late(TorchDataset):
+    """1,000 samples, the last 50 of which are drawn anew at every read."""
+
+    reads = 0
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, i):
+        self.reads += 1
+        return torch.full((2,), float(i)) if i < 950 else torch.randn(2), i % 2
+
+
+def test_few_samples_that_change_are_found_wherever_they_are_by_few_reads():
+    data = Late()
+    with pytest.raises(lamina.BadInput, match="change from read to read"):
+        lamina.data.as_dataset(data)
+    assert data.reads <= 1000 + 64
+
+
 @pytest.mark.parametrize("change", [lambda x, g: x, lambda x, g: x.numpy()])
 def test_samples_that_stay_the_same_are_not(caplog, change):
     lamina.data.as_dataset(Items(change))

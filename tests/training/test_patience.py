@@ -1,11 +1,14 @@
 """Early stopping: `patience`, in memory, in folders, in populations, after a kill."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import lamina
 from lamina.experiment.runs.records import find_records
+from lamina.experiment.trials.trials import has_ended
 from lamina.training.history import History
 
 SCORES = [0.2, 0.5, 0.4, 0.5, 0.3, 0.9, 0.1]
@@ -117,6 +120,16 @@ def test_more_patience_continues_a_run_and_less_is_another_run(tmp_path):
     assert len(expected) > length
     with pytest.raises(lamina.BadInput, match=r"train.patience = 4 \(now 2\)"):
         simulation(2, out=tmp_path / "run").run(60)
+
+
+@pytest.mark.parametrize(
+    ("train", "ended"), [({}, True), ({"patience": 9}, False), ({"patience": None}, False), ({"rounds": 1}, True)]
+)
+def test_a_trial_has_ended_where_its_patience_stops_it(tmp_path, train, ended):
+    assert len(simulation(2, out=tmp_path / "run").run(60)) < 9
+    settings = SimpleNamespace(**{"rounds": 60, "patience": 2} | train)
+    job = SimpleNamespace(folder=tmp_path / "run", experiment=SimpleNamespace(train=settings))
+    assert has_ended(job) == ended
 
 
 @pytest.mark.long

@@ -1,9 +1,12 @@
 """A run with differential privacy and its ledger: no noise is used on two means, and replays are free."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
+import pandas
 import pytest
 import torch
 from torch import nn
@@ -31,10 +34,10 @@ Y = (X.sum(1) > 0).long()
 def run_of(tmp_path):
     """Makes a simulation of 20 clients; the secret lies in the test's folder."""
 
-    def make(engine="loop", privacy=None, data=(X, Y), **changed):
+    def make(engine="loop", privacy=None, data=(X, Y), model=None, **changed):
         with torch.random.fork_rng():
             torch.manual_seed(2)
-            model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+            model = model or nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
         given = {"bound": 0.5, "noise_multiplier": 2.0, "delta": 1e-3, "secret": str(tmp_path / "secret")}
         settings = {"clients": 20, "participation": 0.25, "local_steps": 2, "batch_size": 4, "lr": 0.1}
         return lamina.Simulation(
@@ -109,6 +112,25 @@ def test_a_link_to_the_secret_has_its_ledger(run_of, ledgers, tmp_path):
     assert [len(each) for each in ledgers()] == [2]
 
 
+def test_others_can_never_read_the_secret(run_of, tmp_path, monkeypatch):
+    """Also not for the moment between its creation and a change of its mode, and whatever the umask."""
+    modes, original = [], os.link
+
+    def link(source, target):
+        modes.append(source.stat().st_mode & 0o777)
+        original(source, target)
+
+    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr(Path, "chmod", lambda *_: pytest.fail("it had another mode before"))
+    before = os.umask(0)
+    try:
+        run_of()
+    finally:
+        os.umask(before)
+    assert modes == [0o600]
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+
+
 def test_nothing_is_released_that_is_not_in_the_ledger(run_of, monkeypatch):
     run = run_of()
 
@@ -180,6 +202,15 @@ def test_a_gpu_that_computes_other_last_bits_is_warned_of(caplog):
         assert not caplog.records
         warn_of_inexact_replays(torch.device(device), deterministic=deterministic)
     assert "deterministic=True" in caplog.text
+
+
+def test_statistics_of_a_table_are_warned_of(run_of, caplog):
+    table = pandas.DataFrame({"a": X[:, 0], "b": X[:, 1], "c": X[:, 2], "ill": Y})
+    for preprocessing in (None, {"standardise": True}):
+        assert "table's preprocessing" not in caplog.text
+        data = lamina.data.as_dataset(table, y="ill", preprocessing=preprocessing)
+        run_of(data=data, model=nn.Linear(3, 2))
+    assert "the model and preprocessing.json tell their means" in caplog.text
 
 
 def test_of_several_ranks_the_first_one_writes_and_has_the_secret(run_of, monkeypatch, tmp_path):

@@ -78,7 +78,9 @@ def options(cls: type[Algorithm]) -> dict[str, dataclasses.Field[Any]]:
 def option_places() -> dict[str, str]:
     """Return for every option of any algorithm a hint which of them have it; and for settings of training, that."""
     places = option_owners({cls.__name__: cls for cls in _REGISTRY.values()})
-    places["momentum"] += "; FedAvg with momentum on the server is FedAvgM (its 'mu')"
+    places["momentum"] = (
+        f": FedAvg with momentum on the server is FedAvgM (its 'mu'){places['momentum'].replace(':', ';', 1)}"
+    )
     return places | {
         name: f": '{name}' is a setting of training, Simulation(…, {name}=…) or train.{name} in a file"
         for name in TRAINING_SETTINGS

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,6 +45,7 @@ from lamina.training.training import Stop, Training
 
 Table = dict[str, Any]
 SECTIONS: dict[str, Any] = {"train": Train, "data": Data, "run": Run}
+BESIDE_SECTIONS = ("augmentation", "channel", "privacy", "clock", "metrics")  # settings with a form of their own
 GIVEN_CLIENTS = "client"  # the column that holds the client of each sample, if clients are lists
 
 
@@ -101,6 +103,17 @@ def describe(
         else:
             _set(tree, object_settings, key, value)
     return parse(tree, source="arguments").with_objects(Objects(settings=object_settings, **objects))
+
+
+def refuse_unknown_settings(caller: Callable[..., Any], settings: Iterable[str]) -> None:
+    """Refuse settings that `compare` or `tune` does not have; the message names the nearest, or where one goes."""
+    keys = [*BESIDE_SECTIONS, *(name for kind in SECTIONS.values() for name in kind.model_fields)]
+    places = option_places() | {"on_round": ": train a lamina.Simulation, simulation.run(on_round=…)"}
+    for key in settings:
+        if key not in keys:
+            hint = nearest(key, [*keys, *inspect.signature(caller).parameters], places)
+            hint = hint or f"; help(lamina.{caller.__name__}) lists them"
+            raise BadInput(f"there is no setting '{key}'{hint}")
 
 
 def algorithm_section(algorithm: Any) -> tuple[str, Table]:
@@ -211,10 +224,7 @@ def _set(tree: dict[str, Table], object_settings: Table, key: str, value: Any) -
         if clock is not None:
             tree["clock"] = ({"name": value} if isinstance(value, str) else {}) | clock.record()
         return
-    section = next((name for name, kind in SECTIONS.items() if key in kind.model_fields), None)
-    if section is None:
-        keys = [name for kind in SECTIONS.values() for name in kind.model_fields]
-        raise BadInput(f"there is no setting '{key}'{nearest(key, keys, option_places())}")
+    section = next(name for name, kind in SECTIONS.items() if key in kind.model_fields)
     if value is None:
         value = "full" if key == "batch_size" else None
     elif key in ("schedule", "aggregation") and not isinstance(value, str | Mapping):

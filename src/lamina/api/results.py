@@ -13,7 +13,13 @@ from matplotlib.figure import Figure
 from lamina import algorithms
 from lamina.algorithms import Algorithm
 from lamina.algorithms.declaration import option_places
-from lamina.api.describe import algorithm_section, compared_algorithms, describe, kept_threads
+from lamina.api.describe import (
+    algorithm_section,
+    compared_algorithms,
+    describe,
+    kept_threads,
+    refuse_unknown_settings,
+)
 from lamina.base.errors import BadInput, nearest, short_repr, unknown
 from lamina.data.drawing import save_picture
 from lamina.experiment.config import Experiment, Train
@@ -222,6 +228,7 @@ def compare(
         settings: further settings of `Simulation`, with its defaults, such as metrics, batch_size,
             participation (1; in an experiment file, 0.5), seed and device.
     """
+    refuse_unknown_settings(compare, settings)
     chosen = compared_algorithms(algorithms)
     section = {
         "algorithms": list(chosen),
@@ -315,6 +322,7 @@ def tune(
         progress: show a progress bar; by default only in a terminal or a notebook.
         settings: further settings of `Simulation`.
     """
+    refuse_unknown_settings(tune, settings)
     if (grid is None) == (space is None):
         raise BadInput("tune needs values to try: give grid= or space=, one of them")
     name, _ = algorithm_section(algorithm)

@@ -98,6 +98,9 @@ class Simulation(Training):
         channel: what an upload passes on its way to the mean, to send fewer bytes: a codec ("bf16", "fp16", "qsgd",
             "sign", "topk", "randk", "sketch", or a table with a name and options), a list of codecs, or a table as the
             section ``[channel]`` of an experiment file, such as {"codec": "sign", "feedback": True, "down": "bf16"}.
+        privacy: differential privacy for every client: a table as the section ``[privacy]`` of an experiment file, such
+            as {"bound": 1.0, "epsilon": 8, "rounds": 100, "delta": 1e-5}, or a `lamina.channel.privacy.Privacy`, which
+            explains each key. Uploads are clipped, their mean gets noise, and the history has the column ``epsilon``.
         loss: a name in `lamina.losses.LOSSES` (default "cross_entropy"), "module:function", or a function of (outputs,
             targets), all that the model returns and the targets, that returns one loss per sample [n];
             `lamina.losses.per_batch(function)` for one that returns a single number for a batch.

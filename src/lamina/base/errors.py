@@ -54,12 +54,14 @@ class Diverged(LaminaError, ArithmeticError):
 # Other libraries' words for names of lamina, without case, "-" and "_".
 SYNONYMS = {
     "algorithm": ("optimizer", "optimiser", "strategy", "method"),
+    "algorithms": ("optimizer", "optimiser", "optimizers", "strategy", "strategies", "method", "methods"),
     "augmentation": ("transform", "transforms"),
     "batch_size": ("bs", "minibatch"),
     "clip": ("maxgradnorm", "gradclip", "gradientclipping", "clipnorm"),
     "data": ("dataset",),
     "decay": ("weightdecay", "wd", "l2"),
     "device": ("gpu", "cuda"),
+    "fedavg": ("sgd", "localsgd", "fedsgd"),
     "local_steps": ("steps", "iterations"),
     "loss": ("criterion", "lossfn", "lossfunction"),
     "lr": ("learningrate", "eta", "stepsize"),

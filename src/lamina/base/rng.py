@@ -192,3 +192,12 @@ def seed_generators(device: torch.device, seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
+
+
+def generator_states(device: torch.device) -> list[Any]:
+    """Return the states of the process-wide generators of torch, numpy and Python, to compare them later."""
+    states: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    kind, words, *position = np.random.get_state()  # noqa: NPY002  (of modules that use it)
+    return [*states, kind, np.asarray(words).tobytes(), position]

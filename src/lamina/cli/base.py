@@ -181,7 +181,8 @@ def print_summary(history: History, title: str = "") -> None:
             score = f"best {name.replace('_', ' ')} {history.best(name):.4f}, last {history.last(name):.4f}"
     sent = in_bytes(int(history.total("bytes_down") + history.total("bytes_up")))
     clock = f", {history.last('clock_seconds'):.3g} s by its clock" if "clock_seconds" in history.columns else ""
-    echo(f"{title}{plural(len(history), 'round')}, {score}, {sent} sent, {history.total('seconds'):.1f} s{clock}")
+    seconds = f", {history.total('seconds'):.1f} s" if "seconds" in history.columns else ""
+    echo(f"{title}{plural(len(history), 'round')}, {score}, {sent} sent{seconds}{clock}")
 
 
 def print_complete(folder: Path, history: History, more: str = "train.rounds") -> None:

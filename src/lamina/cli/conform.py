@@ -40,10 +40,12 @@ def conform(
     from lamina.algorithms import create
     from lamina.conformance import conform as compare
 
-    given = dict(parse("--set", each) for each in ours or [])
-    settings = {key: given.pop(key) for key in SETTINGS if key in given}
+    if ":" in name and ":" not in theirs:
+        raise BadInput(f"the algorithm comes first: lamina conform {theirs} {name}")
+    our_options = dict(parse("--set", each) for each in ours or [])
+    settings = {key: our_options.pop(key) for key in SETTINGS if key in our_options}
     verdict = compare(
-        create(name, **given),
+        create(name, **our_options),
         theirs,
         options=dict(parse("--theirs", each) for each in options or []),
         half=half,  # type: ignore[arg-type]  # it is checked there

@@ -51,9 +51,7 @@ def run(
         path = again.folder_of_again(file, overwrite=overwrite)
     else:
         path = Path(experiment.run.out or f"runs/{file.stem}-{name.replace(':', '.')}-seed{seed}")
-    how_to_resume = base.how_to_resume(overwrite) + f" with --out {path}" * (
-        is_again and out_folder is None and experiment.run.out is None
-    )
+    how_to_resume = base.how_to_resume(overwrite) + f" with --out {path}" * is_beside
     experiment, ranks = running.join_ranks(experiment)
     base.be_quiet(quiet or ranks.rank > 0)
     events = TensorBoard(path) if tensorboard and ranks.rank == 0 else None  # names a missing package at once

@@ -153,6 +153,8 @@ class View:
         if now > before:
             return (now - before) / (last - first)
         recent = record.history[-RECENT:]
+        if "seconds" not in recent.columns:  # of a private run with secret cohorts
+            return 0.0
         seconds = recent.total("seconds", optional=True) + recent.total("evaluation_seconds", optional=True)
         return len(recent) / seconds if seconds else 0.0
 

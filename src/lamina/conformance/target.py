@@ -1,42 +1,33 @@
-"""The other implementation: find it, tell which half of a method it is, and call it.
+"""Find the other implementation, and which half of a method it is.
 
-Whatever it is, it becomes a function from what lamina gives, by name, to the quantities that it computes, by name.
+It may be a function, an optimizer or a strategy. As a `Target`, it is a function from our values by name to the
+quantities that it computes, by name.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor, nn
 
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
-from lamina.algorithms.declaration import options as options_of
-from lamina.base.errors import BadInput, LaminaError, describe_error, nearest, short_repr
+from lamina.base.errors import BadInput, LaminaError, describe_error, short_repr
 from lamina.base.registry import import_named, parameters_of
+from lamina.conformance.function import EXPECTED, HALF_PARAMETERS, TITLES, Function, Half, check_options
 from lamina.conformance.optimizer import OptimizerHalf
 from lamina.conformance.strategy import StrategyHalf, is_old_strategy, is_strategy
+from lamina.conformance.values import fields_of
 from lamina.objective.layers import Layers
-
-Half = Literal["local", "server", "client"]
-MODEL: Mapping[str, str] = {"local": "y", "server": "x", "client": "y"}  # the quantity that the verdict is about
-WORDS: Mapping[str | None, str] = {"local": "a local half", "server": "a server half", "client": "a whole client"}
-SIGNS: Mapping[str, tuple[str, ...]] = {  # parameters that tell which half a function is
-    "client": ("model", "batches"), "local": ("grad",), "server": ("delta", "deltas", "x"),
-}  # fmt: skip
-EXPECTED = (
-    "a torch optimizer's class or a function that creates one from `params`, a Flower strategy, or a function of "
-    "(y, grad, …), (x, delta, …) or (model, batches, …)"
-)
 
 
 class Target(NamedTuple):
-    """Another implementation, ready to be called."""
+    """Another implementation of a half of a method, as a function of our values by name."""
 
     half: Half
     call: Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -45,45 +36,66 @@ class Target(NamedTuple):
 
 
 def find_target(
-    given: Any, name: str, algorithm: Algorithm, half: Half | None, options: Mapping[str, Any], layers: Layers
+    theirs: Any, algorithm: Algorithm, half: Half | None, options: Mapping[str, Any], layers: Layers
 ) -> Target:
-    """Return another implementation, given as an object or by ``module:name``."""
-    if isinstance(given, str):
-        name, given = given, import_named("implementation", given)
-    description = f"{name}({_shown(options)})" if options else name
-    guess: Half
-    call: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    if is_old_strategy(given):
-        raise BadInput(f"{name} is a strategy of Flower's older API: give one of flwr.serverapp.strategy")
-    if is_strategy(given):
-        guess, call = "server", StrategyHalf(_create(name, given, options), layers)
-    elif isinstance(given, torch.optim.Optimizer):
-        raise BadInput(f"{name} is an optimizer that exists already: give its class, or a function of its parameters")
-    elif isinstance(given, type) and issubclass(given, Algorithm):
-        raise BadInput(f"{name} is an algorithm of lamina's contract, which `lamina compare` compares with others")
-    elif not callable(given):
-        subject = "the other implementation" if name == type(given).__qualname__ else name
-        raise BadInput(f"{subject} is {short_repr(given)}, which cannot be called: give {EXPECTED}")
-    elif _creates_optimizer(given):
-        guess = "local" if _adapts_locally(algorithm, layers) else "server"
-        create = functools.partial(given, **options)
-        call = OptimizerHalf(name, create, layers, half or guess, takes_lr=_takes(given, "lr") and "lr" not in options)
+    """Return another implementation, given as an object or by ``module:name``.
+
+    An instance is copied, so that a comparison neither changes its state nor begins from that of another one.
+    """
+    name = theirs if isinstance(theirs, str) else getattr(theirs, "__qualname__", type(theirs).__qualname__)
+    theirs = import_named("implementation", theirs) if isinstance(theirs, str) else theirs
+    with contextlib.suppress(Exception):  # not every object can be copied
+        theirs = copy.deepcopy(theirs)
+    return _as_target(theirs, name, algorithm, half, options, layers)
+
+
+def _as_target(
+    theirs: Any, name: str, algorithm: Algorithm, half: Half | None, options: Mapping[str, Any], layers: Layers
+) -> Target:
+    """Return an implementation as a target; one that creates an implementation is called with the options."""
+    _refuse_other_objects(theirs, name)
+    call: OptimizerHalf | StrategyHalf | Function
+    natural_half: Half
+    if _creates_optimizer(theirs):
+        check_options(name, theirs, options)
+        _refuse_missing(name, [each for each in _missing(theirs, options)[1:] if each != "lr"])
+        natural_half = "local" if _adapts_locally(algorithm, layers) else "server"
+        takes_lr = "lr" not in options and _takes(theirs, "lr")
+        create = functools.partial(theirs, **options)
+        call = OptimizerHalf(name, create, layers, half or natural_half, takes_lr)
+    elif _creates_implementation(theirs, options):
+        result = _create(theirs, name, options)
+        result_name = name if isinstance(theirs, type) else f"the result of {name}"
+        target = _as_target(result, result_name, algorithm, half, {}, layers)
+        return target._replace(description=_call_shown(name, options))
+    elif is_strategy(theirs):
+        if options:
+            raise BadInput(f"{name} is an object, which takes no options ({next(iter(options))}): give its class")
+        natural_half, call = "server", StrategyHalf(theirs, layers)
     else:
-        result = _create(name, given, options) if isinstance(given, type) or _is_factory(given, options) else given
-        if result is not given:
-            return find_target(result, f"the result of {name}", algorithm, half, {}, layers)._replace(
-                description=description
-            )
-        function = Function(name, given, algorithm, options)
-        guess, call = function.half, function
-    if half not in (None, guess) and not isinstance(call, OptimizerHalf):
-        raise BadInput(f"{name} is {WORDS[guess]}, not {WORDS[half]}")
-    return Target(half or guess, call, description, version_of(given))
+        call = Function(name, theirs, algorithm, options)
+        natural_half = call.half
+    if half not in (None, natural_half) and not isinstance(call, OptimizerHalf):
+        raise BadInput(f"{name} is {TITLES[natural_half]}, not {TITLES[half]}")
+    return Target(half or natural_half, call, _call_shown(name, options), version_of(theirs))
 
 
-def version_of(given: Any) -> str:
+def _refuse_other_objects(theirs: Any, name: str) -> None:
+    """Refuse an object that implements no half of a method, with a hint."""
+    if is_old_strategy(theirs):
+        raise BadInput(f"{name} is a strategy of Flower's older API: give one of flwr.serverapp.strategy")
+    if isinstance(theirs, torch.optim.Optimizer):
+        raise BadInput(f"{name} is an optimizer that exists already: give its class, or a function of its parameters")
+    if isinstance(theirs, Algorithm) or (isinstance(theirs, type) and issubclass(theirs, Algorithm)):
+        raise BadInput(f"{name} is an algorithm of lamina's contract, which `lamina compare` compares with others")
+    if not callable(theirs) and not is_strategy(theirs):
+        name = "the other implementation" if name == type(theirs).__qualname__ else name
+        raise BadInput(f"{name} is {short_repr(theirs)}, which cannot be called: give {EXPECTED}")
+
+
+def version_of(theirs: Any) -> str:
     """Return the package of an object and its version, as ``"flwr 1.41.0"``; "" for code that is in no package."""
-    function = getattr(given, "func", given)  # of a functools.partial
+    function = getattr(theirs, "func", theirs)  # of a functools.partial
     owner = function if hasattr(function, "__module__") else type(function)
     package = str(owner.__module__).partition(".")[0]
     try:
@@ -92,122 +104,77 @@ def version_of(given: Any) -> str:
         return ""
 
 
-class Function:
-    """A function that is called with the arguments it names.
-
-    A parameter without a default may also have the name of an option of the algorithm, and gets its value.
-    """
-
-    def __init__(self, name: str, function: Any, algorithm: Algorithm, options: Mapping[str, Any]) -> None:
-        self.name, self.function = name, function
-        self.parameters, takes_any = parameters_of(function)
-        self.options = dict(options)
-        if unknown := [key for key in options if key not in self.parameters and not takes_any]:
-            raise BadInput(f"{name} takes no {unknown[0]!r}{nearest(unknown[0], self.parameters)}")
-        self.ours = {key: getattr(algorithm, key) for key in options_of(type(algorithm))}
-
-    @property
-    def half(self) -> Half:
-        """Which half the function is, by its parameters."""
-        for half, signs in SIGNS.items():
-            if any(sign in self.parameters for sign in signs):
-                return half  # type: ignore[return-value]
-        known = [sign for signs in SIGNS.values() for sign in signs]
-        hint = next(filter(None, (nearest(name, known) for name in self.parameters)), "")
-        names = ", ".join(self.parameters) or "nothing"
-        raise BadInput(f"{self.name} takes {names}{hint}: give {EXPECTED}")
-
-    def __call__(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call the function; return the quantities in its result and in its state."""
-        arguments = dict(self.options)
-        for key, parameter in self.parameters.items():
-            if key in arguments:
-                continue
-            if key in given and not key.startswith("_"):
-                arguments[key] = _copy(given[key])
-            elif parameter.default is inspect.Parameter.empty:
-                if key not in self.ours:
-                    known = sorted(each for each in given if not each.startswith("_"))
-                    raise BadInput(
-                        f"{self.name} takes '{key}'{nearest(key, [*known, *self.ours])}: {WORDS[self.half]} may take "
-                        f"{', '.join(known)}, options of ours, and what has a default or --theirs {key}=…"
-                    )
-                arguments[key] = self.ours[key]
-        try:
-            result = self.function(**arguments)
-        except LaminaError:
-            raise
-        except Exception as error:
-            raise BadInput(f"{self.name} fails: {describe_error(error)}") from error
-        state = {key: value for key, value in given["state"].items() if _is_array(value)}
-        quantities = result if _is_record(result) else {given["_quantity"]: result}
-        if result is None and given["_quantity"] == "y" and "model" in arguments:
-            quantities = {"y": arguments["model"]}  # trained in place
-        return {**state, **(quantities._asdict() if hasattr(quantities, "_asdict") else quantities)}
-
-
-def as_vector(value: Any, layers: Layers, like: Tensor, name: str) -> tuple[Tensor, torch.dtype]:
-    """Return a vector, an array, a module or tensors by name as one tensor like `like`, and the type they had."""
-    if isinstance(value, nn.Module):
-        value = dict(value.named_parameters())
-    try:
-        if isinstance(value, Mapping):
-            tensors = {key: _tensor(value[key]) for key in layers.names}
-            return layers.flatten(tensors).to(like), next(iter(tensors.values())).dtype
-        tensor = _tensor(value)
-    except (TypeError, ValueError, KeyError, RuntimeError) as error:
-        raise BadInput(f"{name} is {short_repr(value)}: return a tensor or array, or a dict of quantities") from error
-    return tensor.to(like), tensor.dtype
-
-
-def _tensor(value: Any) -> Tensor:
-    return value.detach().clone() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-
-
-def _copy(value: Any) -> Any:
-    """Return a copy of a tensor, so that no function changes what the other side reads."""
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, Tensor) or (hasattr(value, "__array__") and hasattr(value, "shape"))
-
-
-def _is_record(result: Any) -> bool:
-    """Whether a result names its quantities; a dict of tensors by parameter's name is the model."""
-    return hasattr(result, "_asdict") or (isinstance(result, Mapping) and bool({"x", "y"} & set(result)))
-
-
 def _takes(function: Any, name: str) -> bool:
+    """Return whether a function takes an argument of this name."""
     parameters, takes_any = parameters_of(function)
     return name in parameters or takes_any
 
 
-def _creates_optimizer(given: Any) -> bool:
-    """Whether this is an optimizer's class, or a function of `params`."""
-    if isinstance(given, type):
-        return issubclass(given, torch.optim.Optimizer)
-    return next(iter(parameters_of(given)[0]), "") in ("params", "parameters")
+def _creates_optimizer(theirs: Any) -> bool:
+    """Return whether a value is an optimizer's class, or a function of `params`."""
+    if isinstance(theirs, type):
+        return issubclass(theirs, torch.optim.Optimizer)
+    return next(iter(parameters_of(theirs)[0]), "") in ("params", "parameters")
 
 
-def _is_factory(function: Any, options: Mapping[str, Any]) -> bool:
-    """Whether a function takes nothing but options: it creates the implementation."""
-    parameters, _ = parameters_of(function)
-    if any(sign in parameters for signs in SIGNS.values() for sign in signs):
+def _creates_implementation(theirs: Any, options: Mapping[str, Any]) -> bool:
+    """Return whether a value is a class, or a function that needs no arguments but options."""
+    if isinstance(theirs, type):
+        return True
+    if is_strategy(theirs):
         return False
-    return all(key in options or each.default is not each.empty for key, each in parameters.items())
+    parameters, _ = parameters_of(theirs)
+    if not parameters and _takes_positions(theirs):
+        return False
+    if any(name in parameters for names in HALF_PARAMETERS.values() for name in names):
+        return False
+    return not _missing(theirs, options)
 
 
-def _create(name: str, given: Any, options: Mapping[str, Any]) -> Any:
-    """Return an object of a class, or what a function without arguments creates."""
-    if not isinstance(given, type) and not inspect.isroutine(given) and not isinstance(given, functools.partial):
-        return given
+def _takes_positions(function: Any) -> bool:
+    """Return whether a function takes any number of arguments by position."""
     try:
-        return given(**options)
+        kinds = [each.kind for each in inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):
+        return False
+    return inspect.Parameter.VAR_POSITIONAL in kinds
+
+
+def _missing(function: Any, options: Mapping[str, Any]) -> list[str]:
+    """Return the names of the parameters that have neither a default nor an option."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        each.name
+        for each in parameters
+        if each.kind not in optional and each.default is each.empty and each.name not in options
+    ]
+
+
+def _refuse_missing(name: str, missing: Sequence[str]) -> None:
+    """Refuse a class or a function that needs more arguments."""
+    if missing:
+        raise BadInput(f"{name} needs {', '.join(missing)}: give --theirs {missing[0]}=… (in Python, options)")
+
+
+def _create(theirs: Any, name: str, options: Mapping[str, Any]) -> Any:
+    """Return an object of a class, or what a function creates."""
+    check_options(name, theirs, options)
+    _refuse_missing(name, _missing(theirs, options))
+    try:
+        return theirs(**options)
     except LaminaError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BadInput(f"cannot create {name}({_shown(options)}): {describe_error(error)}") from error
+
+
+def _call_shown(name: str, options: Mapping[str, Any]) -> str:
+    """Return a name with its options, as a call is written."""
+    return f"{name}({_shown(options)})" if options else name
 
 
 def _shown(options: Mapping[str, Any]) -> str:
@@ -221,9 +188,4 @@ def _adapts_locally(algorithm: Algorithm, layers: Layers) -> bool:
     mean_gradient = x if algorithm.needs(1).control_variate else None
     down = algorithm.broadcast(server, ServerInfo(1, 0.1, layers, mean_gradient=mean_gradient))
     local = algorithm.begin(down, algorithm.client_init(x, layers), ClientInfo(1, 0.1, layers))
-    return len(values_of(local)) > 1 or len(values_of(server)) == 1
-
-
-def values_of(record: Any) -> dict[str, Any]:
-    """Return the fields of a record that its options use."""
-    return {name: value for name, value in record._asdict().items() if value is not None}
+    return len(fields_of(local)) > 1 or len(fields_of(server)) == 1

@@ -151,7 +151,10 @@ class Mapped:
                 mine = some[owner == part]
                 values[mine] = self._arrays[part][rows[mine] - self._bounds[part]]
         self._blocks = int(visited.max(initial=0)) % MOST_BLOCKS
-        return torch.from_numpy(values).to(self.device, self.dtype)
+        read = torch.from_numpy(values)
+        if self.device.type == "cuda":  # by pinned memory, so that the host does not wait for the GPU
+            read = read.pin_memory().to(self.device, non_blocking=True)
+        return read.to(self.device, self.dtype)
 
     def _forget(self) -> None:
         """Let the system drop the pages of the files from this process; they are read again when they are needed.

@@ -66,6 +66,11 @@ class TablePreprocessing:
     columns: tuple[Column, ...]
     date_format: str | None = None  # None: ISO 8601, as in 2026-01-31 or 2026-01-31T12:00:00
 
+    @property
+    def has_statistics(self) -> bool:
+        """Whether anything was computed from the rows; numbers that stay as they are have nothing."""
+        return any(column != Column(column.name, column.kind) for column in self.columns)
+
     @classmethod
     def fit(
         cls,

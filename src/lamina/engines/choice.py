@@ -12,7 +12,6 @@ from lamina.algorithms.contract import Algorithm
 from lamina.base.errors import BadInput, unknown
 from lamina.base.registry import field_values
 from lamina.data.dataset import Dataset
-from lamina.data.mapped import Mapped
 from lamina.engines.devices import Precision
 from lamina.engines.loop import Loop
 from lamina.engines.preference import why_apart
@@ -23,10 +22,9 @@ from lamina.engines.stacked.forward import CapturedForward, choose_forward
 from lamina.engines.stacked.independence import ignores_order, number_without_column, works_by_row
 from lamina.engines.stacked.memory import keep_freed_memory
 from lamina.engines.stacked.probe import probe_samples
-from lamina.objective.batch import Inputs, Targets, same_kind, take, tensors
+from lamina.objective.batch import Inputs, Targets, same_kind, take
 from lamina.objective.fingerprint import same_tensors
 from lamina.objective.objective import Objective
-from lamina.rounds.settings import TrainSettings, is_own_augmentation
 
 UNCONTROLLED = (
     "the module's forward draws random numbers itself (torch.randn_like, an LSTM's dropout, dropout in evaluation, in "
@@ -57,8 +55,7 @@ def choose_engine(
         raise unknown("engine", name, ENGINES)
     words = (name, precision, cohort, batch)
     recent = _recent_engines(words, settings["data"])
-    off_the_gpu = _why_off_the_gpu(settings["objective"], settings["data"], settings["protocol"])
-    lent = (_lent_engine(similar, **settings) for similar in recent if not off_the_gpu)
+    lent = (_lent_engine(similar, **settings) for similar in recent)
     engine = next((one for one in lent if one is not None), None)
     if engine is None:
         engine = _fastest_engine(name, precision, is_random, cohort, batch, **settings)
@@ -126,11 +123,6 @@ def _fastest_engine(
 ) -> Engine:
     if name == "loop":
         return _loop("engine='loop' was asked for", **settings)
-    off_the_gpu = _why_off_the_gpu(settings["objective"], settings["data"], settings["protocol"])
-    if off_the_gpu:
-        if name != "auto":
-            raise BadInput(f"engine='{name}' is not possible here: {off_the_gpu}")
-        return _loop(off_the_gpu, **settings)
     algorithm, objective = settings["algorithm"], settings["objective"]
     why = UNCONTROLLED if is_random else _why_client_by_client(algorithm, objective)
     if not why:
@@ -153,16 +145,6 @@ def _fastest_engine(
     if name != "auto":
         raise BadInput(f"engine='{name}' is not possible here: {why}; engine='auto' falls back by itself")
     return _loop(why, **settings)
-
-
-def _why_off_the_gpu(objective: Objective, data: Dataset, protocol: TrainSettings) -> str:
-    """Return why local steps cannot be captured on a GPU: the host prepares their batches; else an empty string."""
-    if objective.device.type != "cuda":
-        return ""
-    if any(isinstance(values, Mapped) for values in tensors(data.x)):
-        return "the data are memory-mapped, and a captured step cannot read them from disk"
-    is_own = is_own_augmentation(protocol.augmentation)
-    return "a captured step cannot call an augmentation of your own" if is_own else ""
 
 
 def _loop(why: str, **settings: Any) -> Loop:

@@ -82,8 +82,9 @@ def diverged(
 
 
 def went_nonfinite(what: str, layer: str, round: int, lr: float, client: int | None) -> Diverged:
-    """Return the error for something that went non-finite in a layer, and what to try."""
+    """Return the error for something that went non-finite in a layer (empty: unnamed), and what to try."""
     advice = f"lower the learning rate (now {lr:g}) or clip the gradients"
     kept = ". Earlier rounds are kept" if round > 1 else ""
-    text = f"round {round}: {what} first in '{layer}'; {advice}{kept}"
+    where = f" first in '{layer}'" if layer else ""
+    text = f"round {round}: {what}{where}; {advice}{kept}"
     return Diverged(text, round=round, client=client, layer=layer)

@@ -113,3 +113,10 @@ class Ranks(NamedTuple):
         summed = self.add(torch.tensor(spreads, dtype=torch.float64, device=sums[0].up.delta.device))
         for total, spread in zip(sums, summed.tolist(), strict=True):
             total.spread, total.weight = spread, 1.0
+
+
+def everywhere(here: bool) -> bool:
+    """Return whether a condition holds in all processes."""
+    ranks = Ranks.current()
+    device = "cuda" if ranks.world > 1 and dist.get_backend() == "nccl" else "cpu"
+    return int(ranks.add(torch.tensor(int(not here), device=device))) == 0

@@ -193,15 +193,16 @@ def close_round(
     if not finite:
         raise diverged(objective.shared_layers, step.server.x, plan.number, plan.lr, client=None)
     layers = objective.shared_layers
+    # Which clients hold a field tells who has taken part, so with secret cohorts it is sent to all every time.
+    is_secret = sums.privacy is not None and sums.privacy.secret_cohorts
+    versions = {} if is_secret else algorithm.down_versions(plan.number)
     extra = buffer_bytes(objective.shared_buffers(state.buffers))  # BatchNorm statistics travel with the model
     names = [name or "model" for name in objective.layers.group_names(algorithm.grouping)]
     report = RoundReport(
         train_loss=sums.loss,
         consistency=sums.spread + gap,  # mean_i ||delta_i - m||^2 = mean_i ||delta_i - D||^2 + ||D - m||^2, m = x+ - x
         update_norm=update_norm,
-        bytes_down=state.ledger.down(
-            sums.channel.narrow(down, layers), algorithm.down_versions(plan.number), plan.cohort
-        )
+        bytes_down=state.ledger.down(sums.channel.narrow(down, layers), versions, plan.cohort)
         + extra * len(plan.cohort),
         bytes_up=(sums.channel.upload_bytes(algorithm, as_sent(algorithm, sums.up), layers) + extra) * len(plan.cohort),
         trust_ratios={} if sums.trust is None else dict(zip(names, sums.trust.tolist(), strict=True)),

@@ -398,6 +398,8 @@ def _one_line(error: ValidationError) -> str:
         given = f" = {short_repr(first['input'])}" if not isinstance(first["input"], dict) else ""
         texts = {"model_type": "must be a table", "dict_type": "must be a table", "list_type": "must be a list",
                  "too_short": "must not be empty"}  # fmt: skip
+        if first["type"] == "list_type" and isinstance(first["input"], str):
+            texts["list_type"] += f", {short_repr([first['input']])}"
         message = first["msg"].removeprefix("Value error, ")
         problem = texts.get(first["type"], message[:1].lower() + message[1:])
         text = f"{dotted}{given}: {problem}"

@@ -35,10 +35,11 @@ class Limits:
     """Limits for updates, which must be well-formed and finite in any case.
 
     Args:
-        max_norm: the largest norm of ``delta``.
+        max_norm: the largest norm of ``delta``; not with differential privacy, which clips.
         times_median: an update is refused if the norm of a field or buffer, or the number of examples, is more than
             this many times the round's median. It stops broken nodes and absurd values; against hostile nodes, use a
-            robust mean (``aggregation``). With fewer than three answers nothing is compared. None switches it off.
+            robust mean (``aggregation``). With fewer than three answers nothing is compared. None switches it off, as
+            differential privacy does.
         max_examples: the most examples a client may say it has.
     """
 

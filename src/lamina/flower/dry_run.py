@@ -19,7 +19,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Context, RecordDict
 
 from lamina.algorithms.contract import ClientInfo, ServerInfo
-from lamina.base.errors import BadInput, LaminaError, describe_error
+from lamina.base.errors import BadInput, LaminaError, describe_error, where_it_failed
 from lamina.base.limits import in_bytes
 from lamina.base.text import plural
 from lamina.engines.state import State
@@ -61,7 +61,7 @@ def check_node(folder: Path, node_config: str, say: Say) -> list[str]:
         except LaminaError as error:
             problems.append(str(error))
         except Exception as error:  # the app's code may raise anything
-            problems.append(describe_error(error) + _missing_option(error, context))
+            problems.append(_missing_option(error, context) or describe_error(error))
         return None
 
     attempt(lambda: _check_key(context))
@@ -77,11 +77,15 @@ def check_node(folder: Path, node_config: str, say: Say) -> list[str]:
 
 
 def _missing_option(error: Exception, context: Context) -> str:
-    """Return how to give an option that the app's code did not find, if that is what an error means."""
+    """Return which option the app's code did not find in the node's configuration, if that is what an error means."""
     option = error.args[0] if isinstance(error, KeyError) and error.args else None
-    if not isinstance(option, str) or option in context.node_config:
+    where = where_it_failed(error)
+    if not isinstance(option, str) or option in context.node_config or not where:
         return ""
-    return f": if the app reads it from context.node_config, start the node with --node-config '… {option}=…'"
+    return (
+        f"{where} reads '{option}', which this node's configuration does not have: start the node with "
+        f"--node-config '… {option}=…'"
+    )
 
 
 def _check_key(context: Context) -> None:

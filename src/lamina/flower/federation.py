@@ -62,6 +62,8 @@ class Federation(Setup):
         participation, sampling, cohort_cap, min_separation, batch_size, epochs, local_steps, lr, schedule, clip,
             weighting, aggregation, channel, privacy, loss, augmentation, clock, seed, device, evaluate_every,
             accept_changed_code: as in `lamina.Simulation`.
+        private: patterns of names, such as ["head.*"], as in `lamina.Simulation`: parts of the model that a node never
+            sends, and keeps in `state_dir`. The model function must give them the same values in every process.
         evaluate_on: where the model is evaluated: "central" (the server's test data), "nodes", or "both".
         nodes: Flower's node ids and the client each is, or a JSON file with such a table; else ``nodes`` in Flower's
             run configuration. Nobody else takes part.

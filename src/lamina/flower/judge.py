@@ -3,7 +3,8 @@
 `lamina.flower.checks` looks at every answer by itself, before. Here the answers of one round are compared with each
 other, by one rule that knows nothing of the algorithm: a size may be at most `Limits.times_median` times the round's
 median. It stops broken nodes and absurd values. It does not stop a hostile node, which a robust mean does: see
-docs/explanation/hostile-nodes.md.
+docs/explanation/hostile-nodes.md. With differential privacy nothing is compared: whether an update is used would depend
+on those of the others, and clipping bounds every update anyway.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Judge:
 
     def __init__(self, setup: Setup, memory: Memory) -> None:
         self.memory, self.algorithm, self.protocol, self.limits = memory, setup.algorithm, setup.protocol, setup.limits
+        self._times = None if self.protocol.privacy is not None else self.limits.times_median
 
     def expect(self, buffers: Buffers, down: Any, info: ClientInfo) -> Expected:
         """Return what a sound update looks like: the fields an engine would get from one local step.
@@ -76,7 +78,7 @@ class Judge:
 
     def remove_odd_gradients(self, gradients: dict[int, Update], record: Attendance) -> None:
         """Remove full gradients (Mime's first exchange) that stand out."""
-        _remove(gradients, stand_out(sizes_of(gradients), self.limits.times_median), record)
+        _remove(gradients, stand_out(sizes_of(gradients), self._times), record)
 
     def remove_odd_updates(self, updates: dict[int, Update], record: Attendance) -> None:
         """Remove updates that were sent before or stand out, and replace training losses nobody can believe."""
@@ -87,9 +89,9 @@ class Judge:
             if bool(update.up.delta.any()) and _short_digest(update) in self.memory.accepted.get(client, [])
         ]
         _remove(updates, dict.fromkeys(repeated, "its update is one it has sent before"), record)
-        _remove(updates, stand_out(sizes_of(updates), self.limits.times_median), record)
+        _remove(updates, stand_out(sizes_of(updates), self._times), record)
         losses = {client: update.loss for client, update in updates.items()}
-        absurd = stand_out({"its training loss": losses}, self.limits.times_median, LEAST_MEDIAN)
+        absurd = stand_out({"its training loss": losses}, self._times, LEAST_MEDIAN)
         for client, why in absurd.items():
             record.note(f"{record.name(client)}: {why}: not recorded")
             updates[client] = updates[client]._replace(loss=statistics.median(losses.values()))
@@ -105,7 +107,7 @@ class Judge:
                     sizes.setdefault(labels, {})[client] = value * one.examples
                 else:
                     sizes.setdefault(f"its evaluation {name}", {})[client] = value
-        _remove(evaluations, stand_out(sizes, self.limits.times_median, LEAST_MEDIAN), record)
+        _remove(evaluations, stand_out(sizes, self._times, LEAST_MEDIAN), record)
 
     def remember(self, updates: Mapping[int, Update]) -> None:
         """Remember the updates in the mean of a round, and how many examples they are from."""

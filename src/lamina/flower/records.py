@@ -15,27 +15,36 @@ from typing import Any
 from pydantic import BaseModel
 
 from lamina.base.atomic import write_file
+from lamina.channel.privacy import Privacy
 from lamina.storage.files import writing_to
 
 # Every start of the server numbers its tasks from a block of its own. So a server that was killed after its last
 # checkpoint never uses a number twice, and nodes can refuse a number that is not larger than all before it.
 TASKS_PER_START = 2**32
-IN_JOURNAL = ("round", "attempt", "complete", "took_part", "missing", "refused", "notes")
+SECRET_REASON = "its answer cannot be used (with differential privacy only the node's log says why)"
 
 
 class Attendance:
-    """One attempt at a round: who took part, who did not, and why."""
+    """One attempt at a round: who took part, who did not, and why.
 
-    def __init__(self, round: int, attempt: int = 1, *, nodes: Mapping[int, int]) -> None:
+    With differential privacy, the journal and the log do not say why an update cannot be used, because such reasons
+    quote it. If the cohorts are secret, they do not say who took part either.
+    """
+
+    def __init__(
+        self, round: int, attempt: int = 1, *, nodes: Mapping[int, int], privacy: Privacy | None = None
+    ) -> None:
         self.round, self.attempt = round, attempt
         self.complete = False  # enough took part: the round counts
         self.took_part: list[dict[str, Any]] = []
         self.missing: list[dict[str, Any]] = []
         self.refused: list[dict[str, Any]] = []
-        self.notes: list[str] = []
         self.diverged: dict[int, str] = {}  # by client: the layer in which its training went non-finite
         self.errors: dict[int, str] = {}  # by client: why its answer cannot be used; not of clients that are silent
         self._nodes = nodes  # by client
+        self._notes: dict[str, bool] = {}  # by text: whether it tells of the cohort
+        self._has_secret_reasons = privacy is not None
+        self._has_secret_cohort = privacy is not None and privacy.secret_cohorts
 
     def accept(self, clients: Iterable[int]) -> None:
         """Record the clients whose updates are in the mean: the round counts."""
@@ -55,16 +64,44 @@ class Attendance:
         self.errors[client] = why
         self.refused.append({**self._entry(client), "why": why})
 
-    def note(self, text: str) -> None:
-        """Record anything else, once."""
-        if text not in self.notes:
-            self.notes.append(text)
+    def note(self, text: str, *, of_cohort: bool = True) -> None:
+        """Record anything else, once; `of_cohort`: it tells who takes part in the round."""
+        if text not in self._notes:
+            self._notes[text] = of_cohort
+
+    @property
+    def notes(self) -> list[str]:
+        """The notes that may be known."""
+        return [text for text, of_cohort in self._notes.items() if not (of_cohort and self._has_secret_cohort)]
+
+    def entry(self) -> dict[str, Any]:
+        """Return the line of the journal: what may be known of the attempt."""
+        entry: dict[str, Any] = {"round": self.round, "attempt": self.attempt, "complete": self.complete}
+        if not self._has_secret_cohort:
+            missing, refused = ([self._shown(one) for one in group] for group in (self.missing, self.refused))
+            entry |= {"took_part": self.took_part, "missing": missing, "refused": refused}
+        return entry | {"notes": self.notes}
 
     def lines(self) -> list[str]:
-        """Return a line for every client that is not in the mean, and the notes."""
-        missing = [f"{self.name(one['client'])}: {one['why']}" for one in self.missing]
-        refused = [f"{self.name(one['client'])}: refused: {one['why']}" for one in self.refused]
-        return [*missing, *refused, *self.notes]
+        """Return a line for every client that is not in the mean, and the notes: what may be known of them."""
+        if self._has_secret_cohort:
+            return self.notes
+        missing, refused = ([self._shown(one) for one in group] for group in (self.missing, self.refused))
+        return self._lines(missing, refused)
+
+    def details(self) -> list[str]:
+        """Return the lines with all that differential privacy keeps secret; none if there is no more than `lines`."""
+        lines = self._lines(self.missing, self.refused)
+        return lines if lines != self.lines() else []
+
+    def _lines(self, missing: Iterable[Mapping[str, Any]], refused: Iterable[Mapping[str, Any]]) -> list[str]:
+        absent = [f"{self.name(one['client'])}: {one['why']}" for one in missing]
+        return [*absent, *(f"{self.name(one['client'])}: refused: {one['why']}" for one in refused), *self._notes]
+
+    def _shown(self, one: dict[str, Any]) -> dict[str, Any]:
+        """Return an absent client without the reason if this is about its update or its data."""
+        is_secret = self._has_secret_reasons and one["client"] in self.errors
+        return {**one, "why": SECRET_REASON} if is_secret else one
 
     def name(self, client: int) -> str:
         """Return what messages call a client and its node."""
@@ -104,7 +141,7 @@ class Journal:
 
     def write(self, attendance: Attendance) -> None:
         """Append a line."""
-        line = json.dumps({name: getattr(attendance, name) for name in IN_JOURNAL}) + "\n"
+        line = json.dumps(attendance.entry()) + "\n"
         with writing_to(self.path.parent), self.path.open("ab") as file:
             file.write(line.encode())
             file.flush()

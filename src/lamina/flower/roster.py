@@ -20,6 +20,8 @@ class Roster:
 
     def __init__(self, setup: Setup, grid: Grid, nodes: Mapping[int, int]) -> None:
         self.grid, self.clients, self.deadline, self.poll = grid, setup.plan.clients.count, setup.deadline, setup.poll
+        privacy = setup.plan.protocol.privacy
+        self._has_secret_cohorts = privacy is not None and privacy.secret_cohorts
         self.nodes = {client: node for node, client in nodes.items()}  # by client
         self.unlisted = [client for client in range(self.clients) if client not in self.nodes]
         self.online: set[int] = set()
@@ -48,20 +50,21 @@ class Roster:
             is_enough = len(possible) - len(absent) >= needed and not wait_for_all
             if not absent or now >= until or is_enough:
                 break
-            self.log_waiting(absent, "to connect")
+            self.log_waiting(absent, "to connect", of_cohort=not wait_for_all)
             time.sleep(min(self.poll, max(0.0, until - now)))
         for node in sorted(self.online - set(self.nodes.values())):
-            record.note(f"node {node} is not on the server's list of nodes, and takes no part")
+            record.note(f"node {node} is not on the server's list of nodes, and takes no part", of_cohort=False)
         for client in cohort:
             if not self.is_online(client):
                 record.miss(client, "no node is listed for it" if client in self.unlisted else "it is not connected")
         return [client for client in cohort if self.is_online(client)]
 
-    def log_waiting(self, clients: Iterable[int], what: str) -> None:
-        """Log now and then which clients the server is waiting for."""
+    def log_waiting(self, clients: Iterable[int], what: str, *, of_cohort: bool = True) -> None:
+        """Log now and then which clients the server is waiting for, unless they are of a secret cohort."""
         if time.monotonic() < self._next_line:
             return
         self._next_line = time.monotonic() + NEXT_LINE_S
         names = sorted(clients)
         whom = f"client{'s' * (len(names) > 1)} {', '.join(map(str, names))}"
+        whom = "clients" if of_cohort and self._has_secret_cohorts else whom
         log.warning("waiting for %s %s (deadline: %g s)", whom, what, self.deadline)

@@ -34,6 +34,7 @@ from lamina.flower.roster import Roster
 from lamina.flower.setup import Setup
 from lamina.rounds.aggregation import combine_vectors
 from lamina.rounds.plan import RoundFacts
+from lamina.rounds.settings import needs_all_clients
 from lamina.storage.checkpoint import load_newest
 from lamina.storage.identity import of_run
 from lamina.training import evaluation
@@ -41,7 +42,15 @@ from lamina.training.history import History, Row
 from lamina.training.masks import with_mask
 from lamina.training.metrics import ACCURACY
 from lamina.training.preflight import check_evaluation
-from lamina.training.privacy import accountant_of, check_privacy, published, refuse_spent, spends_too_much, with_noise
+from lamina.training.privacy import (
+    accountant_of,
+    check_privacy,
+    published,
+    published_error,
+    refuse_spent,
+    spends_too_much,
+    with_noise,
+)
 from lamina.training.timing import catch_up, timed, timeline_of
 
 log = logging.getLogger(__name__)
@@ -60,11 +69,12 @@ class Server:
         self.objective = setup.objective()
         self.objective.refuse_rate(self.protocol.lr)
         if self.protocol.privacy is not None:
-            nodes_metrics = {"evaluate_on": setup.evaluate_on != "central"}
-            check_privacy(self.algorithm, self.objective, self.plan, nodes_metrics)
+            figures = {"evaluate_on": setup.evaluate_on != "central", "max_norm": setup.limits.max_norm is not None}
+            check_privacy(self.algorithm, self.objective, self.plan, figures)
             identity = of_run(self.algorithm, self.objective, self.plan)
             self.protocol = with_noise(self.protocol, self.plan.clients.count, identity, can_repeat=True)
             self.plan = replace(self.plan, protocol=self.protocol)
+        self.has_secret_cohorts = self.protocol.privacy is not None and self.protocol.privacy.secret_cohorts
         self.accountant = accountant_of(self.protocol, self.plan.clients.count)
         if self.protocol.chooser is not None and setup.known_clients is not None:
             self.plan = replace(self.plan, clients=setup.known_clients())
@@ -152,10 +162,11 @@ class Server:
         if self.timeline is not None:
             catch_up(self.timeline, self.plan, self.history, facts.number - 1)
             row["clock_seconds"] = self.timeline.add(row, facts.cohort, facts.examples, facts.steps)
-        if facts.number % self.setup.evaluate_every == 0 or facts.number == self.setup.rounds:
-            row |= self._evaluate(record)
+        is_due = facts.number % self.setup.evaluate_every == 0 or facts.number == self.setup.rounds
+        metrics = self._evaluate(record) if is_due else {}
+        row |= metrics
         if self.accountant is not None:
-            row = published(row, self.plan, self.accountant)
+            row = published(row, metrics, self.algorithm, self.plan, self.accountant)
         self._record(row, record)
         evaluation.refuse_nonfinite(row)
 
@@ -179,7 +190,9 @@ class Server:
         self.folder.checkpoint(self, [self.judge.memory.model_dump()])
         metric = self.setup.metrics[0].name if self.setup.metrics else "accuracy"
         shown = "".join(f", {name} {row[name]:.4f}" for name in (metric, f"node_{metric}") if name in row)
-        taken = f"{row['clients']} of {row['asked']} clients, {row['seconds']:.1f} s"
+        taken = "finished"
+        if not self.has_secret_cohorts:
+            taken = f"{row['clients']} of {row['asked']} clients, {row['seconds']:.1f} s"
         log.info("round %d: %s%s", row["round"], taken, shown)
 
     # --- a round ----------------------------------------------------------------------------------------------------
@@ -194,30 +207,35 @@ class Server:
         needed = self.setup.needed(len(cohort))
         errors: dict[int, str] = {}  # of the attempt before, by client
         for attempt in range(1, attempts + 1):
-            record = Attendance(number, attempt, nodes=self.roster.nodes)
+            record = Attendance(number, attempt, nodes=self.roster.nodes, privacy=self.protocol.privacy)
             for line in ending_soon(self.keys):
-                record.note(line)
+                record.note(line, of_cohort=False)
             down, updates = self._attempt(cohort, needed, record)
+            if needed <= len(updates) < len(cohort) and self.algorithm.all_clients:
+                self._note_once(record, needs_all_clients(self.algorithm, "quorum = 1.0, which repeats such rounds"))
             self._warn(record)
             if len(updates) >= needed:
                 return *self._close(down, updates, record), record
-            tried = f"{len(updates)} of {needed} needed updates, try {attempt} of {attempts}"
-            log.warning("round %d: %s", number, tried)
+            log.warning("round %d: %s, try %d of %d", number, self._came(len(updates), needed), attempt, attempts)
             self.folder.refuse_lost()
             self.journal.write(record)
             self._refuse_divergence(record, needed)
             repeated = {client: why for client, why in record.errors.items() if errors.get(client) == why}
             if len(cohort) - len(repeated) < needed:
-                raise self._stopped_by_error(repeated, record, f"{len(updates)} of the {needed} updates needed came")
+                raise self._stopped_by_error(repeated, record, self._came(len(updates), needed))
             errors = record.errors
         who = "; ".join(record.lines()) or "nobody is connected"
         late = any(entry["why"].startswith(LATE) for entry in record.missing)
         advice = f"; if nodes need longer, raise deadline (now {self.setup.deadline:g} s)" * late
         advice += ", or lower quorum" * bool(updates)
-        raise Stopped(
-            f"round {number}: {len(updates)} of the {needed} updates needed came, {attempts} times ({who}); "
-            f"{self._how_to_resume()}{advice}"
-        )
+        if self.has_secret_cohorts:
+            who, advice = "who is missing is secret, as the cohorts are; see the nodes' logs", ""
+        came = self._came(len(updates), needed)
+        raise Stopped(f"round {number}: {came}, {attempts} times ({who}); {self._how_to_resume()}{advice}")
+
+    def _came(self, count: int, needed: int) -> str:
+        """Return how many of the needed updates came, unless it is secret who takes part."""
+        return "too few updates came" if self.has_secret_cohorts else f"{count} of the {needed} updates needed came"
 
     def _stopped_by_error(self, repeated: Mapping[int, str], record: Attendance, came: str) -> Stopped:
         """Return the error that names what goes wrong on some clients each time they are asked."""
@@ -225,6 +243,8 @@ class Server:
         for client, why in repeated.items():
             clients.setdefault(why, []).append(client)
         what = "; ".join(f"{listed([record.name(c) for c in some], 3)}: {why}" for why, some in clients.items())
+        if self.protocol.privacy is not None:
+            what = "the nodes' logs say which"
         return Stopped(
             f"round {record.round}: {came}, and the same error came twice, so the round is not tried again: {what}; "
             f"correct this, then {self._how_to_resume()}"
@@ -267,7 +287,8 @@ class Server:
         if count >= needed:
             client, layer = min(record.diverged.items())
             what = f"training went non-finite on {count} clients, on client {client}"
-            raise went_nonfinite(what, layer, record.round, self.protocol.rate(record.round), client)
+            error = went_nonfinite(what, layer, record.round, self.protocol.rate(record.round), client)
+            raise published_error(error, self.protocol)
 
     def _warn(self, record: Attendance) -> None:
         """Log who is not in the mean; what is the same in one round after another is logged once."""
@@ -275,6 +296,13 @@ class Server:
             if self._warned.get(line, -1) < record.round - 1:
                 log.warning("round %d: %s", record.round, line)
             self._warned[line] = record.round
+        for line in record.details():
+            log.debug("round %d: %s", record.round, line)
+
+    def _note_once(self, record: Attendance, line: str) -> None:
+        """Record a line, unless an earlier round had it."""
+        if line not in self._warned:
+            record.note(line)
 
     # --- the server's step ------------------------------------------------------------------------------------------
 
@@ -294,7 +322,9 @@ class Server:
         self.exchange.accept(updates)
         self.judge.remember(updates)
         record.accept(updates)
-        return facts, replace(report, bytes_down=self.mail.traffic.down, bytes_up=self.mail.traffic.up)
+        if not self.has_secret_cohorts:  # else the bytes would tell who answered
+            report = replace(report, bytes_down=self.mail.traffic.down, bytes_up=self.mail.traffic.up)
+        return facts, report
 
     def _facts(self, number: int, updates: Mapping[int, Update]) -> RoundFacts:
         """Return the round as it really was: the clients that answered, and how much each has trained."""

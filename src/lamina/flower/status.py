@@ -17,6 +17,8 @@ COMPLETE, RUNNING, DIVERGED, STOPPED, NO_QUORUM = "complete", "running", "diverg
 EXIT_CODES = {COMPLETE: 0, RUNNING: 0, DIVERGED: 3, STOPPED: 4, NO_QUORUM: 5}
 GROUPS = ("took_part", "missing", "refused")  # of an attempt's clients
 
+Family = tuple[str, str, str, list[tuple[dict[str, str], float]]]  # name, type, help, samples by labels
+
 
 class Status(NamedTuple):
     """What is known of a run."""
@@ -65,12 +67,7 @@ class Status(NamedTuple):
         sent = [
             ({**run, "direction": way}, history.total(f"wire_bytes_{way}", optional=True)) for way in ("down", "up")
         ]
-        states = [({**run, "state": name}, float(name == self.state)) for name in EXIT_CODES]
-        families: list[tuple[str, str, str, list[tuple[dict[str, str], float]]]] = [
-            ("state", "gauge", "1 for the state that the run is in.", states),
-            ("round", "gauge", "Finished rounds.", [(run, float(len(history)))]),
-            ("rounds", "gauge", "Rounds that the run will have.", [(run, float(config["train"]["rounds"]))]),
-            ("attempts_total", "counter", "Attempts at a round.", [(run, float(len(self.attempts)))]),
+        of_cohort: list[Family] = [  # what tells who took part
             ("replies_total", "counter", "Replies of a client that are in the mean of a round.", took_part),
             ("missing_total", "counter", "Times that a client did not answer, or with an error.", missing),
             ("refusals_total", "counter", "Replies of a client that the server refused.", refused),
@@ -81,6 +78,15 @@ class Status(NamedTuple):
                 "Seconds of finished rounds.",
                 [(run, history.total("seconds", optional=True))],
             ),
+        ]
+        is_secret = bool(config.get("privacy")) and not any(GROUPS[0] in attempt for attempt in self.attempts)
+        states = [({**run, "state": name}, float(name == self.state)) for name in EXIT_CODES]
+        families: list[Family] = [
+            ("state", "gauge", "1 for the state that the run is in.", states),
+            ("round", "gauge", "Finished rounds.", [(run, float(len(history)))]),
+            ("rounds", "gauge", "Rounds that the run will have.", [(run, float(config["train"]["rounds"]))]),
+            ("attempts_total", "counter", "Attempts at a round.", [(run, float(len(self.attempts)))]),
+            *([] if is_secret else of_cohort),
             ("last_attempt_timestamp_seconds", "gauge", "When the last attempt ended.", [(run, self.last_attempt)]),
         ]
         return "".join(_family(name, kind, text, found) for name, kind, text, found in families)

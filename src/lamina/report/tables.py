@@ -61,10 +61,7 @@ def cost_to_target(records: Sequence[Record], target: float, metric: str | None 
     settled = [record.settling_round(target, metric) for record in records]
     touches = [record.history.rounds_to(target, metric, optional=True) for record in records]
     parts = [record.history[:number] for record, number in zip(records, settled, strict=True) if number is not None]
-    costs = [
-        (float(part[-1]["round"]), sent(part), part.total("seconds", optional=True), part[-1].get(CLOCK, math.nan))
-        for part in parts
-    ]
+    costs = [(float(part[-1]["round"]), sent(part), seconds_of(part), part[-1].get(CLOCK, math.nan)) for part in parts]
     if len(parts) < len(records) or not records:
         costs = [(math.nan,) * 4]
     rounds, size, seconds, clock_seconds = (mean(numbers) for numbers in zip(*costs, strict=True))
@@ -82,6 +79,11 @@ def cost_to_target(records: Sequence[Record], target: float, metric: str | None 
 def sent(history: History) -> float:
     """Return the bytes sent in both directions."""
     return history.total("bytes_down", optional=True) + history.total("bytes_up", optional=True)
+
+
+def seconds_of(history: History) -> float:
+    """Return the seconds of training; NaN for a private run with secret cohorts, whose rows do not tell them."""
+    return history.total("seconds") if "seconds" in history.columns else math.nan
 
 
 def has_clock(curves: Iterable[Trial]) -> bool:
@@ -251,7 +253,7 @@ def results_table(curves: Sequence[Trial], baseline: int = 0) -> Table:
     columns: list[Callable[[History], float]] = [
         lambda history: sent(history) / len(history) / unit.bytes,
         lambda history: sent(history) / unit.bytes,
-        lambda history: history.total("seconds", optional=True) / len(history),
+        lambda history: seconds_of(history) / len(history),
     ]
     if has_clock(curves):
         head += [f"{CLOCK_TITLE} in all"]

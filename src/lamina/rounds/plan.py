@@ -151,6 +151,12 @@ class Plan:
                 drawn = drawn[rng.sample(self._stream("cap", round), len(drawn), cap)]
         return drawn if group is None else group[drawn]
 
+    @property
+    def expected_size(self) -> float:
+        """The number of active clients that the settings lead one to expect; under `cohort_cap`, without the cap."""
+        exact = self.protocol.sampling == "exact"
+        return self._size() if exact else self.protocol.participation * self.clients.count
+
     def chooses_nobody(self, round: int) -> bool:
         """Return whether the coins of a round choose nobody, so that its cohort is of a second draw.
 
@@ -250,11 +256,8 @@ class Plan:
         """Return a round's `participation` and `share`, which differential privacy keeps from telling |S|."""
         if self.protocol.privacy is None:
             return {"participation": active / self.clients.count, "share": 1.0}
-        expected = self.protocol.participation * self.clients.count
-        if self.protocol.sampling == "exact":
-            expected = cohort_size(self.clients.count, self.protocol.participation)
-        share = 0.0 if self.chooses_nobody(number) else active / expected
-        return {"participation": expected / self.clients.count, "share": share}
+        share = 0.0 if self.chooses_nobody(number) else active / self.expected_size
+        return {"participation": self.expected_size / self.clients.count, "share": share}
 
     def round_of(self, number: int, cohort: Indices, samples: Sequence[Indices]) -> RoundPlan:
         """Return the plan of a round for these clients and their samples.

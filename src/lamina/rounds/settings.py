@@ -186,11 +186,7 @@ class TrainSettings:
             for name in (name for name, is_changed in changed.items() if is_changed):
                 raise BadInput(f"{name}: {title} needs the mean of the uploads as they were computed: leave {name} out")
         if algorithm.all_clients and (self.participation < 1 or self.chooser is not None):
-            log.warning(
-                "%s needs all clients in every round: with smaller cohorts it diverges, or converges to a model that "
-                "depends on who took part when: set participation = 1",
-                title,
-            )
+            log.warning(needs_all_clients(algorithm, "participation = 1"))
 
     @classmethod
     def names(cls, without: Mapping[str, bool] | None = None) -> list[str]:
@@ -272,6 +268,14 @@ class TrainSettings:
             "private": list(self.private) or None,
             "clock": None if self.clock is None else self.clock.record(),
         }
+
+
+def needs_all_clients(algorithm: Algorithm, advice: str) -> str:
+    """Return the warning that a cohort of an algorithm with `all_clients` is smaller, and what to set instead."""
+    return (
+        f"{algorithm.card.title} needs all clients in every round: with smaller cohorts it diverges, or converges to a "
+        f"model that depends on who took part when: set {advice}"
+    )
 
 
 def is_own_augmentation(augmentation: Any) -> bool:

@@ -137,7 +137,7 @@ def _member(simulation: Training, canaries: _Canaries, shares: list[float], key:
     privacy = simulation.protocol.privacy
     assert privacy is not None
     assert privacy.noise is not None
-    noise = Noise(key, privacy.noise.deviation, privacy.noise.coefficients)
+    noise = Noise(key, privacy.noise.deviation, privacy.noise.coefficients, privacy.noise.count_deviation)
     member.protocol = dataclasses.replace(
         simulation.protocol,
         seed=int.from_bytes(key[:8], "little"),
@@ -288,9 +288,11 @@ def _scores(member: Training, canaries: _Canaries, accountant: Accountant, round
     assert privacy is not None
     noise = privacy.noise
     assert noise is not None
-    cohort = accountant.noise_multiplier / noise.deviation  # what the sum is divided by
+    cohort = member.plan.expected_size  # what the sum is divided by
     seen = cohort * np.stack([algorithm.released[number] for number in numbers], axis=1)
-    variance = accountant.noise_multiplier**2
+    if privacy.adaptive_bound is not None:  # `seen` is in units of the first bound
+        seen = seen * privacy.adaptive_bound / member.history.array("clip_bound")
+    variance = (cohort * noise.deviation) ** 2  # the count of an adaptive bound has the rest of the noise multiplier
     if accountant.is_amplified:
         chance, clients = accountant.participation, accountant.clients
         if accountant.sampling == "exact":

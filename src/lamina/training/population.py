@@ -12,6 +12,7 @@ from lamina.base.errors import BadInput, Diverged
 from lamina.base.limits import check_count
 from lamina.data.dataset import Dataset
 from lamina.engines.devices import arithmetic
+from lamina.engines.ranks import everywhere
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.independence import work_together
 from lamina.engines.stacked.rows import Member, Outcome
@@ -21,6 +22,7 @@ from lamina.rounds.plan import RoundPlan
 from lamina.rounds.settings import PER_MEMBER, TrainSettings
 from lamina.training.evaluation import refuse_nonfinite
 from lamina.training.history import History, Row
+from lamina.training.privacy import published_error
 from lamina.training.training import Stop, Training, check_on_round, evaluate_together
 
 
@@ -70,12 +72,15 @@ class Population:
         for left in range(check_count("run: rounds", rounds, least=0), 0, -1):
             for i, row in self.run_round(evaluate=left == 1).items():
                 stop.call(i, row)
-            if stop():
+            if not everywhere(not stop()):
                 break
         return [simulation.history for simulation in self.simulations]
 
-    def run_round(self, *, evaluate: bool = False) -> dict[int, Row]:
-        """Train one round of all members that have not diverged; return the finished members' rows."""
+    def run_round(self, *, evaluate: bool = False, continues: bool = True) -> dict[int, Row]:
+        """Train one round of all members that have not diverged; return the finished members' rows.
+
+        The arguments are as for `Simulation.run_round`.
+        """
         engine = self.simulations[0].engine
         rows: dict[int, Row] = {}
         active = [i for i, one in enumerate(self.simulations) if i not in self.diverged and not one.has_stopped]
@@ -100,14 +105,15 @@ class Population:
         first = self.simulations[0]
         with arithmetic(first.precision, first.deterministic):
             if isinstance(engine, Stacked):
-                outcomes = engine.run_members(members, plan_ahead, continues=not evaluate)
+                is_evaluated = evaluate or any(s.is_evaluated(members[0].plan.number) for s in chosen)
+                outcomes = engine.run_members(members, plan_ahead, continues=continues and not is_evaluated)
             else:
                 outcomes = [_run_alone(simulation, member) for simulation, member in zip(chosen, members, strict=True)]
         seconds = (time.perf_counter() - started) / len(active)
         finished: list[tuple[int, Member, RoundReport]] = []
         for i, member, outcome in zip(active, members, outcomes, strict=True):
             if isinstance(outcome, Diverged):
-                self.diverged[i] = outcome
+                self.diverged[i] = published_error(outcome, member.protocol)
             else:
                 self.simulations[i].state, report = outcome
                 finished.append((i, member, report))

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,18 @@ from typing import Any
 import torch
 
 from lamina.algorithms.contract import Algorithm, has_displacement
-from lamina.base.atomic import write_file
-from lamina.base.errors import BadInput
+from lamina.base.atomic import sync_folder
+from lamina.base.errors import BadInput, Diverged
 from lamina.base.text import plural
 from lamina.channel.privacy import Noise, Privacy
+from lamina.data.dataset import Dataset
+from lamina.engines.divergence import went_nonfinite
 from lamina.engines.ranks import Ranks
 from lamina.objective.objective import Objective
 from lamina.privacy.accounting import Accountant, noise_for, remaining_multiplier
 from lamina.privacy.correlated import square_root
 from lamina.rounds.aggregation import Mean
-from lamina.rounds.plan import Plan
+from lamina.rounds.plan import Plan, cohort_size
 from lamina.rounds.settings import TrainSettings
 from lamina.storage.files import state_folder, writing_to
 from lamina.storage.identity import Identity, json_digest
@@ -32,7 +34,13 @@ from lamina.storage.releases import Releases
 log = logging.getLogger(__name__)
 SECRET_BYTES = 32
 COHORT_PER_COUNT_NOISE = 20  # clients, by default (Andrew et al. 2021)
-OF_CLIENTS = ("train_loss", "consistency", "steps")  # columns that are computed from what clients send, without noise
+PARTICIPATION = ("participation", "sampling", "cohort_cap", "min_separation")  # settings that the account depends on
+# The columns of a private run, besides ε and the evaluation on public test data. Others are not written.
+PUBLIC = ("round", "lr", "update_norm", "clip_bound", "evaluation_seconds")  # of settings, and of means with noise
+OF_COHORT = ("clients", "bytes_down", "bytes_up", "paper_bytes")  # of an expected cohort, if the real ones are secret
+TELLING_COHORT = (  # only if everybody may know the cohorts
+    "asked", "missing", "refused", "wire_bytes_down", "wire_bytes_up", "seconds", "clock_seconds",
+)  # fmt: skip
 
 
 def with_noise(protocol: TrainSettings, clients: int, identity: Identity, *, can_repeat: bool = False) -> TrainSettings:
@@ -46,6 +54,8 @@ def with_noise(protocol: TrainSettings, clients: int, identity: Identity, *, can
     privacy = protocol.privacy
     if privacy is None or privacy.noise is not None:
         return protocol
+    if protocol.sampling == "exact" and cohort_size(clients, protocol.participation) == clients:
+        privacy = replace(privacy, secret_cohorts=False)  # everybody knows that all take part
     how = _participation(protocol, privacy)
     multiplier = privacy.noise_multiplier
     if multiplier is None:
@@ -158,22 +168,39 @@ def warn_of_inexact_replays(device: torch.device, *, deterministic: bool) -> Non
         )
 
 
-def published(row: Mapping[str, Any], plan: Plan, accountant: Accountant) -> dict[str, Any]:
-    """Return a row without what the clients' data can be seen in, and with ε.
+def warn_of_fitted_preprocessing(data: Dataset) -> None:
+    """Warn of statistics of the training rows that no noise protects."""
+    if data.preprocessing is not None and data.preprocessing.has_statistics:
+        log.warning(
+            "privacy: the table's preprocessing was fitted to rows without noise: the model and preprocessing.json "
+            "tell their means and categories, unless these rows are public"
+        )
 
-    A cohort that coins draw is as large as its expected size, for its real one tells who is there. So does the time on
-    a network, which is that of the cohort's slowest client; `lamina time` computes it from the run's seed.
+
+def published(
+    row: Mapping[str, Any], evaluated: Iterable[str], algorithm: Algorithm, plan: Plan, accountant: Accountant
+) -> dict[str, Any]:
+    """Return what may be known of a round, with ε.
+
+    The size of a secret cohort, its bytes and its time tell who is there: its row is that of a cohort of the expected
+    size. `evaluated` are the columns of an evaluation on public test data.
     """
     privacy = plan.protocol.privacy
     assert privacy is not None
-    hidden = (*OF_CLIENTS, "clock_seconds") if privacy.secret_cohorts else OF_CLIENTS
-    public = {name: value for name, value in row.items() if name not in hidden}
-    if plan.protocol.sampling == "bernoulli":
-        expected = plan.protocol.participation * plan.clients.count
-        for name in ("bytes_down", "bytes_up", "paper_bytes", "clients"):
-            if name in public:
-                public[name] = round(public[name] * expected / row["clients"])
+    is_telling = {"clock_seconds"} if algorithm.needs(int(row["round"])).full_gradient else set()  # numbers of samples
+    names = {*PUBLIC, *OF_COHORT, *evaluated, *(() if privacy.secret_cohorts else TELLING_COHORT)} - is_telling
+    public = {name: value for name, value in row.items() if name in names}
+    if privacy.secret_cohorts:
+        ratio = plan.expected_size / row["clients"]
+        public |= {name: round(row[name] * ratio) for name in OF_COHORT if name in row}
     return public | {"epsilon": _spent(accountant, privacy, int(row["round"]), is_released=True)}
+
+
+def published_error(error: Diverged, protocol: TrainSettings) -> Diverged:
+    """Return the error of a run whose training diverged; with differential privacy, without the client."""
+    if protocol.privacy is None or error.client is None:
+        return error
+    return went_nonfinite("training went non-finite", "", error.round, protocol.rate(error.round), None)
 
 
 def spends_too_much(accountant: Accountant | None, privacy: Privacy | None, round: int) -> bool:
@@ -208,14 +235,8 @@ def _spent(accountant: Accountant, privacy: Privacy, round: int, *, is_released:
 
 
 def _participation(protocol: TrainSettings, privacy: Privacy) -> dict[str, Any]:
-    return {
-        "participation": protocol.participation,
-        "sampling": protocol.sampling,
-        "cohort_cap": protocol.cohort_cap,
-        "min_separation": protocol.min_separation,
-        "secret_cohorts": privacy.secret_cohorts,
-        "bands": privacy.bands,
-    }
+    how = {name: getattr(protocol, name) for name in PARTICIPATION}
+    return how | {"secret_cohorts": privacy.secret_cohorts, "bands": privacy.bands}
 
 
 def _secret_path(privacy: Privacy) -> Path:
@@ -229,11 +250,15 @@ def _secret(path: Path) -> bytes:
         with writing_to(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
             new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-            write_file(new, secrets.token_bytes(SECRET_BYTES))
-            new.chmod(0o600)
+            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # nobody else can ever read it
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(secrets.token_bytes(SECRET_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
             with contextlib.suppress(FileExistsError):  # of several processes, the first one's counts
                 os.link(new, path)
             new.unlink()
+            sync_folder(path.parent)
     secret = path.read_bytes()
     if len(secret) < SECRET_BYTES:
         raise BadInput(f"'{path}' holds {len(secret)} bytes, and the secret of noise has {SECRET_BYTES}: remove it")

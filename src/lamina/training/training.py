@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lamina.algorithms.contract import Algorithm, has_client_models
 from lamina.algorithms.rehearsal import is_user_defined, rehearse
 from lamina.base import rng
-from lamina.base.errors import BadInput, unknown
+from lamina.base.errors import BadInput, Diverged, unknown
 from lamina.base.limits import check_count
 from lamina.data.dataset import Dataset
 from lamina.data.matching import match
@@ -30,6 +30,7 @@ from lamina.data.samples import describe_samples
 from lamina.engines.choice import Engine, choose_engine
 from lamina.engines.devices import Precision, arithmetic, check_model_fits, usable_precision
 from lamina.engines.personal import first_record, model_in_use
+from lamina.engines.ranks import everywhere
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.layers.convolution import prepare_kernels
 from lamina.engines.state import RoundReport, State
@@ -61,7 +62,9 @@ from lamina.training.privacy import (
     accountant_of,
     check_privacy,
     published,
+    published_error,
     spends_too_much,
+    warn_of_fitted_preprocessing,
     warn_of_inexact_replays,
     with_noise,
 )
@@ -101,7 +104,7 @@ def check_on_round(on_round: Callable[..., None] | None, *arguments: str) -> Non
     try:
         inspect.signature(on_round).bind(*arguments)
     except TypeError as error:
-        raise BadInput(f"on_round is called with ({', '.join(arguments)}): {error}") from None
+        raise BadInput(f"on_round is called with ({', '.join(arguments)}), which it does not take: {error}") from None
     except ValueError:  # a function without a signature, written in C
         return
 
@@ -185,6 +188,7 @@ class Training:
             check_privacy(algorithm, self.objective, self.plan, figures)
             identity = of_run(algorithm, self.objective, self.plan, self.train_data)
             warn_of_inexact_replays(device, deterministic=options.deterministic)
+            warn_of_fitted_preprocessing(self.train_data)
             self.protocol = protocol = with_noise(protocol, self.plan.clients.count, identity)
             self.plan = Plan(self.reserved.training, protocol)
         self.accountant = accountant_of(protocol, self.plan.clients.count)
@@ -237,29 +241,42 @@ class Training:
     def run(self, rounds: int, on_round: Callable[[Row], None] | None = None) -> History:
         """Train for `rounds` more rounds and return the history; `on_round` is called with every round's metrics.
 
-        With `patience`, training may stop earlier. If `on_round` raises StopIteration, the run ends after that round.
+        With `patience`, training may stop earlier. If `on_round` raises StopIteration, the run ends after that round,
+        under torchrun in all processes.
         """
         last = self.state.round + check_count("run: rounds", rounds, least=0)
         stop = Stop(on_round or (lambda row: None))
-        while self.state.round < last and not self.has_stopped and not stop():
+        while self.state.round < last and everywhere(not (self.has_stopped or stop())):
             row = self.run_round(evaluate=self.state.round + 1 == last)
             stop.call(row)
             refuse_nonfinite(row)
         return self.history
 
-    def run_round(self, *, evaluate: bool = False) -> Row:
-        """Train one round and return its metrics; evaluate if this round is due, or if `evaluate` is set."""
+    def run_round(self, *, evaluate: bool = False, continues: bool = True) -> Row:
+        """Train one round and return its metrics; evaluate if this round is due, or if `evaluate` is set.
+
+        Unless the model is evaluated, a GPU may begin the next round before this one returns. Set `continues=False` to
+        prevent that: if the model is read after this round, to write a checkpoint, say.
+        """
         started = time.perf_counter()
         plan = self.next_plan()
         before = self.state
         with arithmetic(self.precision, self.deterministic):  # torch's process-wide switches, for this block
-            if isinstance(self.engine, Stacked):  # it sends the next round's batches while a GPU works on this one
-                self.state, report = self.engine.run_round(self.state, plan, self.plan_ahead, continues=not evaluate)
-            else:
-                self.state, report = self.engine.run_round(self.state, plan)
+            try:
+                if isinstance(self.engine, Stacked):  # it sends the next round's batches while a GPU works on this one
+                    continues = continues and not (evaluate or self.is_evaluated(plan.number))
+                    self.state, report = self.engine.run_round(self.state, plan, self.plan_ahead, continues=continues)
+                else:
+                    self.state, report = self.engine.run_round(self.state, plan)
+            except Diverged as error:
+                raise published_error(error, self.protocol) from None
             seconds = time.perf_counter() - started
             (metrics,) = evaluate_together([self], always=evaluate)  # empty if no evaluation is due
             return self.record(before, plan, report, seconds, metrics)
+
+    def is_evaluated(self, number: int) -> bool:
+        """Return whether an evaluation is due after a round."""
+        return number % self.options.evaluate_every == 0
 
     def next_plan(self) -> RoundPlan:
         """Return the plan of the next round: its cohort, every client's batches and the learning rate."""
@@ -292,7 +309,7 @@ class Training:
             row |= self.diagnostics.measure(before, self.state, plan, report)
             row["evaluation_seconds"] += time.perf_counter() - started
         if self.accountant is not None:
-            row = published(row, self.plan, self.accountant)
+            row = published(row, metrics, self.algorithm, self.plan, self.accountant)
         warn_of_nan(row, self.history, self.metrics)
         self.history.append(row)
         return row
@@ -361,6 +378,8 @@ class Training:
         is_by_client = test is not None and test.client_column is not None
         if is_by_client and self.all_clients.column_name != self.train_data.client_column:
             log.warning("the data are dealt to other clients, so the clients' test data are evaluated together only")
+        elif is_by_client and self.protocol.privacy is not None:
+            log.warning("privacy: figures of single clients have no noise: their test data are evaluated together only")
         elif is_by_client:
             if self.reserved.local_tests:
                 raise BadInput("the clients have test data of their own: leave local_test out")
@@ -389,7 +408,7 @@ def evaluate_together(simulations: Sequence[Training], *, always: bool = False) 
     The caller sets the arithmetic.
     """
     started = time.perf_counter()
-    due = [one for one in simulations if always or one.state.round % one.options.evaluate_every == 0]
+    due = [one for one in simulations if always or one.is_evaluated(one.state.round)]
     finish = {one: one.start_evaluation() for one in due}
     metrics = {one: finish[one]() for one in due}
     seconds = {"evaluation_seconds": (time.perf_counter() - started) / max(1, len(due))}

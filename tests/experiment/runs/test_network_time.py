@@ -6,7 +6,7 @@ import pytest
 
 import lamina
 from lamina.base.errors import BadInput
-from lamina.experiment.runs.network_time import with_clock
+from lamina.experiment.runs.network_time import has_other_cohorts, with_clock
 from lamina.experiment.runs.records import read_record
 from small_linear import simulate
 
@@ -60,22 +60,36 @@ def test_a_finished_run_takes_what_it_would_have_recorded(tmp_path, algorithm, m
     assert timed.history.column("train_loss") == expected.history.column("train_loss")
 
 
-def test_a_private_run_that_does_not_say_how_many_clients_took_part(tmp_path):
+@pytest.mark.parametrize("is_secret", [False, True])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"sampling": "bernoulli"},
+        {"sampling": "bernoulli", "cohort_cap": 5},
+        {"participation": 2 / 9, "min_separation": 4},
+    ],
+    ids=str,
+)
+def test_a_private_run_takes_as_long_as_an_open_one(tmp_path, sampling, is_secret):
     privacy = {"bound": 1.0, "noise_multiplier": 1.0, "delta": 1e-3, "secret": str(tmp_path / "secret.key")}
-    privacy["secret_cohorts"] = False  # otherwise its rows do not tell the time
-    more = {"privacy": privacy, "local_steps": 3, "sampling": "bernoulli", "participation": 5 / 9}
-    expected = read_record(make(tmp_path / "run", "fedavg", clock=CLOCK, **more))
-    assert set(expected.history.column("clients")) == {5}
+    privacy["secret_cohorts"] = is_secret  # otherwise its rows do not tell the time
+    more = {"local_steps": 3, "participation": 5 / 9, **sampling}
+    expected = read_record(make(tmp_path / "open", "fedavg", clock=CLOCK, **more))  # its cohorts follow from the seed
+    private = read_record(make(tmp_path / "run", "fedavg", clock=CLOCK, privacy=privacy, **more))
+    assert has_other_cohorts(private) == is_secret
+    if is_secret:
+        assert len(set(private.history.column("clients"))) == 1
+        assert "clock_seconds" not in private.history.columns
+        assert column(with_clock(private)) == pytest.approx(column(expected), rel=1e-9)
     forget(tmp_path / "run", "clock")
     timed = with_clock(read_record(tmp_path / "run"), lamina.Clock(**CLOCK))
     assert column(timed) == pytest.approx(column(expected), rel=1e-9)
 
 
-@pytest.mark.parametrize("partition", [True, False])
-def test_a_private_run_that_does_not_say_its_steps(tmp_path, partition):
+def test_a_private_run_that_does_not_say_its_steps(tmp_path):
     privacy = {"bound": 1.0, "noise_multiplier": 1.0, "delta": 1e-3, "secret": str(tmp_path / "secret.key")}
     run = make(tmp_path / "run", "fedavg", privacy=privacy, local_steps=3)
-    forget(run, partition=partition)
+    forget(run)
     record = read_record(run)
     assert "steps" not in record.history.columns
     assert column(with_clock(record, lamina.Clock(step_seconds=0.5))) == [1.5, 3.0, 4.5, 6.0, 7.5]

@@ -67,12 +67,14 @@ def test_of_clients_that_are_dealt_anew_the_first_round_is_an_example(tmp_path):
     assert title.endswith("seed 0; split again in every round: this is an example")
 
 
-def test_without_classes_or_with_too_many_numbers_there_is_no_file(tmp_path, monkeypatch):
+def test_without_classes_with_too_many_numbers_or_with_privacy_there_is_no_file(tmp_path, monkeypatch):
     x, _ = labelled()
     train(tmp_path / "regression", (x, x[:, :1]), model=torch.nn.Linear(5, 1), loss="mse", clients=4)
     monkeypatch.setattr(running, "MOST_CLASS_COUNTS", 12)
     train(tmp_path / "at-most", clients=4)
     train(tmp_path / "more", clients=5)
+    privacy = {"bound": 1.0, "noise_multiplier": 1.0, "delta": 0.01, "secret": str(tmp_path / "secret")}
+    train(tmp_path / "private", clients=4, local_steps=1, privacy=privacy)  # its clients' classes have no noise
     assert [path.parent.name for path in tmp_path.rglob("partition.json")] == ["at-most"]
     assert len(build([tmp_path]).dealt) == 1
 

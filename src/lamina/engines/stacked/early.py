@@ -17,6 +17,7 @@ from torch import Tensor
 from lamina.engines.stacked.feed import NextRound
 from lamina.engines.stacked.rows import Member, RoundInProgress, Started
 from lamina.engines.state import ServerStep
+from lamina.objective.objective import Buffers
 
 
 @dataclass
@@ -31,16 +32,26 @@ class EarlyRound:
         self._versions = _versions(self.now.members)
 
     def is_round_of(self, members: Sequence[Member]) -> bool:
-        """Return whether these members, with these states and plans, are to be trained."""
+        """Return whether these members, with these states and plans, are to be trained.
+
+        Tensors that were replaced or written in place are noticed, except for writes through `.data`, which torch does
+        not count.
+        """
         if len(members) != len(self.now.members) or _versions(members) != self._versions:
             return False
         return all(
             one.algorithm is other.algorithm
+            and one.protocol is other.protocol
             and one.state.server is other.state.server
+            and _are_same(one.state.buffers, other.state.buffers)
             and one.plan.index is other.plan.index
             and one.plan.lr == other.plan.lr
             for one, other in zip(members, self.now.members, strict=True)
         )
+
+
+def _are_same(one: Buffers, other: Buffers) -> bool:
+    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
 
 
 def _versions(members: Sequence[Member]) -> list[int]:
@@ -49,7 +60,7 @@ def _versions(members: Sequence[Member]) -> list[int]:
     return [t._version for s in states for t in (*s.server, *s.buffers.values()) if isinstance(t, Tensor)]
 
 
-def begins_early(now: RoundInProgress, steps: Mapping[int, ServerStep]) -> bool:
+def can_begin_next(now: RoundInProgress, steps: Mapping[int, ServerStep]) -> bool:
     """Return whether the next round most likely follows, and needs nothing of this one but the servers' steps."""
     algorithm, number = now.members[0].algorithm, now.members[0].plan.number
     needs = algorithm.needs(number + 1)

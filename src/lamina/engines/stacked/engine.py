@@ -12,9 +12,9 @@ The server's half of a round is the reference's own (`close_round`), member by m
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ from lamina.engines.loop import FIXED_CHUNK
 from lamina.engines.personal import client_broadcast, client_result, pass_channel, unpack
 from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.apart import Apart
-from lamina.engines.stacked.early import EarlyRound, begins_early, next_members, read_later
+from lamina.engines.stacked.early import EarlyRound, can_begin_next, next_members, read_later
 from lamina.engines.stacked.feed import BatchFeed
 from lamina.engines.stacked.forward import CapturedForward, Forward, StackedForward
 from lamina.engines.stacked.graphs import Graphs
@@ -89,6 +89,8 @@ from lamina.rounds.aggregation import Mean, combine_vectors
 from lamina.rounds.plan import RoundPlan
 from lamina.rounds.settings import TrainSettings
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class Stacked:
@@ -105,14 +107,18 @@ class Stacked:
     graphs: Graphs | Apart | None = field(init=False)  # captured local steps; None: steps run one operation at a time
     feed: BatchFeed = field(init=False)
     totals: Totals = field(init=False)
+    begins_early: bool = field(init=False)  # a GPU would idle while the host reports a round; see early.py
     _early: EarlyRound | None = field(default=None, init=False, repr=False)  # the next round, if it was begun early
 
     def __post_init__(self) -> None:
         self.memory = Memory(self.objective.device)
         graphs = Graphs() if self.objective.device.type == "cuda" else None
         self.graphs = Apart() if isinstance(self.forward, CapturedForward) else graphs
-        self.feed = BatchFeed(self.objective, self.protocol)
+        # where the numbers of a batch's samples are needed: with the data, or where a file is read
+        device = torch.device("cpu") if self._problem.needs_host else self.objective.device
+        self.feed = BatchFeed(self.objective, self.protocol, device)
         self.totals = Totals(self.objective, self.forward)
+        self.begins_early = self.objective.device.type == "cuda"
 
     @property
     def name(self) -> str:
@@ -146,7 +152,8 @@ class Stacked:
         Args:
             members: the experiments.
             ahead: plans the next round; it is called while a GPU works on this one.
-            continues: whether that round most likely follows, so that a GPU may begin it before this one is reported.
+            continues: whether that round most likely follows at once, so that a GPU may begin it before this one is
+                reported. Nothing that waits for the GPU, such as an evaluation, may come between them.
         """
         ranks = Ranks.current()
         if ranks.world > 1 and not isinstance(self.protocol.aggregation, Mean):
@@ -155,10 +162,8 @@ class Stacked:
         if early is not None and not early.is_round_of(members):
             early = None
         rows = self.feed.rows(members) if early is None else early.now.rows
-        needs = members[0].algorithm.needs(members[0].plan.number)
-        needs_gradients = needs.full_gradient or needs.control_variate
-        batch = members[0].plan.index.shape[2]
-        chunks = self.memory.cut(rows, self._problem, batch, graphs=2 if needs_gradients else 1)
+        needs_gradients = _needs_gradients(members[0])
+        chunks = self._chunks(members, rows)
         if early is not None and len(chunks) == 1:
             now, started = dataclasses.replace(early.now, members=members), [early.started]
         else:
@@ -179,6 +184,11 @@ class Stacked:
             layouts = [empty_upload(self.objective, member, down, trust) for member, down in pairs]
             ranks.combine(now.sums, layouts, now.failed)
         return [self._close(now, e) for e in range(len(members))]
+
+    def _chunks(self, members: Sequence[Member], rows: list[Row]) -> list[list[Row]]:
+        """Cut the rows of a round into chunks that fit the memory."""
+        batch, graphs = members[0].plan.index.shape[2], 2 if _needs_gradients(members[0]) else 1
+        return self.memory.cut(rows, self._problem, batch, graphs)
 
     def _open(self, now: RoundInProgress) -> None:
         """Broadcast, and set up the sums of a round."""
@@ -332,7 +342,7 @@ class Stacked:
         has_begun_next = False
         if self.graphs is not None:
             self.feed.look_ahead(now, chunk)
-            if not (keeps_state or trained.ratios is not None):
+            if self.begins_early and not (keeps_state or trained.ratios is not None):
                 has_begun_next = self._begin_next(now, steps)
         of_rows, gaps, of_steps = np.split(np.array(read()), np.cumsum([by_row.numel(), len(between)]))
         loss, spread, checked, within = of_rows.reshape(4, len(chunk))
@@ -377,12 +387,19 @@ class Stacked:
     def _begin_next(self, now: RoundInProgress, steps: dict[int, ServerStep]) -> bool:
         """Begin the next round's local steps, if they follow from the servers' steps; return whether it was tried."""
         upcoming = self.feed.upcoming
-        if upcoming is None or not begins_early(now, steps):
-            return False
-        with contextlib.suppress(Exception):  # raised again when the round is due: this one shall not be lost
-            following = RoundInProgress(next_members(now, steps, upcoming), upcoming.rows)
+        if upcoming is None or self._problem.needs_host or not can_begin_next(now, steps):
+            return False  # if the host made the batches of all steps first, this round would be reported late
+        try:
+            members = next_members(now, steps, upcoming)
+            if len(self._chunks(members, upcoming.rows)) > 1:
+                return False
+            following = RoundInProgress(members, upcoming.rows)
             self._open(following)
             self._early = EarlyRound(following, self._start(following, following.rows))
+        except Exception as error:  # raised again when the round is due: this one shall not be lost
+            number = upcoming.plans[0].number
+            log.info("from round %d on no round begins before the last one is reported: %s", number, error)
+            self.begins_early = False
         return True
 
     def _step_servers(self, now: RoundInProgress, totals: dict[int, tuple[Any, Buffers]]) -> dict[int, ServerStep]:
@@ -442,13 +459,13 @@ class Stacked:
 
     def _add_full_gradients(self, now: RoundInProgress, chunk: list[Row]) -> None:
         """Compute grad F_i(x) over all data of every row's client."""
-        device, plans = self.objective.device, now.plans(chunk)
+        device, plans = self.feed.device, now.plans(chunk)
         samples = [plan.samples[row.c] for plan, row in zip(plans, chunk, strict=True)]
         sizes = np.array([len(positions) for positions in samples])
         batch = plans[0].index.shape[2]  # as in training: what fits there fits here
         if self.objective.evaluates_by_batch:
             batch = FIXED_CHUNK  # as in the loop, for it matters what is evaluated together
-        elif device.type == "cpu":
+        elif self.objective.device.type == "cpu":
             batch = max(batch, FIXED_CHUNK)
         steps = -(-int(sizes.max()) // batch)
         padded = np.zeros((len(chunk), steps * batch), dtype=np.int64)
@@ -463,7 +480,7 @@ class Stacked:
         work = LocalWork(SumOfGradients(), Summing(y, torch.zeros_like(y)), NoBroadcast(), buffers, batches, 0.0)
         problem = StackedObjective(self.objective, self.data, self.forward, summed=True)
         local, _ = self._take_steps(problem, work, filled)
-        gradients = local.total / send(sizes, device).to(y.dtype).unsqueeze(1)
+        gradients = local.total / send(sizes, y.device).to(y.dtype).unsqueeze(1)
         now.gradients |= dict(zip(chunk, gradients, strict=True))
 
     def _mean_gradient(self, now: RoundInProgress, e: int, ranks: Ranks) -> Tensor:
@@ -500,3 +517,9 @@ class Stacked:
         """Return where a row's values stopped being finite."""
         gradient = self._to_usual_order(now.gradients[row]) if row in now.gradients else None
         return explain(self.objective, self.data, now, row, self._in_usual_order(up), gradient)
+
+
+def _needs_gradients(member: Member) -> bool:
+    """Return whether a member's round needs gradients over all data."""
+    needs = member.algorithm.needs(member.plan.number)
+    return needs.full_gradient or needs.control_variate

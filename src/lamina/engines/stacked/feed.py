@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from lamina.base import rng
 from lamina.data.parts import Indices
@@ -38,6 +39,7 @@ class BatchFeed:
 
     objective: Objective
     protocol: TrainSettings
+    device: torch.device  # where batches are sent to
     _ahead: NextRound | None = field(default=None, repr=False)
 
     def look_ahead(self, now: RoundInProgress, chunk: list[Row]) -> None:
@@ -71,7 +73,7 @@ class BatchFeed:
         return self._send(now.plans(chunk), [row.c for row in chunk])
 
     def _send(self, plans: list[RoundPlan], places: list[int]) -> SentBatches:
-        device = self.objective.device
+        device = self.device
         index, filled = pad_plans(plans, places)
         streams = np.array([plan.streams[c] for plan, c in zip(plans, places, strict=True)])
         keys = masks = None

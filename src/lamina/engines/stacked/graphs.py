@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import gc
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,12 +31,14 @@ from lamina.engines.stacked.independence import number_options
 from lamina.engines.stacked.layers.convolution import kernels_for, wait_for_kernels
 from lamina.engines.stacked.rows import map_record
 from lamina.engines.stacked.steps import Batches, LocalWork, StackedObjective, algorithm_step
+from lamina.objective.batch import map_batch, tensors
 from lamina.objective.objective import Buffers
 
 log = logging.getLogger(__name__)
 
 MAX_CAPTURED = 2  # kept at a time for each problem: rounds with and without short batches, say
 MAX_SIZES = 32  # of batches that are captured; others run one operation at a time
+STEPS_AHEAD = 2  # of the GPU, for which the host takes samples: more would fill its memory
 ALIGNMENT = 16  # elements between the starts of rows: wide loads
 
 
@@ -153,11 +156,13 @@ class CapturedSteps:
         self.capacity = work.rows
         self._stream = stream  # where steps are captured; None: on a stream for all
         self._kernels = kernels_for(work.local.y.device, work.local.y.dtype)
-        self._problem, self._pool = problem, pool
+        self._problem, self._pool, self._preparing = problem, pool, problem if problem.needs_host else None
         self._local = map_record(self._rows_like, work.local)
         self._down = map_record(self._like_broadcast, work.down)
         self._buffers = {name: self._rows_like(buffer) for name, buffer in work.buffers.items()}
         self._batches = map_record(self._steps_like, work.batches)
+        if self._preparing is not None:
+            self._problem = self._with_prepared_samples(work)
         y = work.local.y
         self._numbers = {name: y.new_zeros(self.capacity, 1) for name in _numbers(work)}
         self._lr, self._losses = y.new_zeros(self.capacity, 1), y.new_zeros(self.capacity)
@@ -173,6 +178,7 @@ class CapturedSteps:
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}  # by number of rows and size of the batch
         self._sent_addresses: list[Tensor] = []  # of the gradients, one table per graph
         self._uncaptured_addresses = self._new_addresses()
+        self._sent_samples: deque[Any] = deque()  # events after the copies of samples that the host has taken
 
     def train(self, work: LocalWork, sizes: Sequence[int] = ()) -> tuple[Any, Tensor]:
         """Take all steps from these inputs; the returned tensors are valid until the next call.
@@ -183,11 +189,14 @@ class CapturedSteps:
         rows, count, batch = work.batches.samples.shape
         size = min(size_class(rows), self.capacity)
         steps = [(size, n) for n in sizes or [batch] * count]
+        self._prepare(work, 0, steps[0][1])
         for step in dict.fromkeys(steps):
             if step not in self._graphs and not (sizes and len(self._graphs) == MAX_SIZES):
                 self._graphs[step] = self._capture(*step, work)
         self._copy_in(work)  # after the capture: the runs before it change the state
-        for step in steps:
+        for k, step in enumerate(steps):
+            if k:
+                self._prepare(work, k, step[1])
             self._graphs[step]() if step in self._graphs else self._step(*step, self._uncaptured_addresses.copy_)
         for name, buffer in work.buffers.items():
             buffer.copy_(self._buffers[name][:rows])
@@ -206,7 +215,31 @@ class CapturedSteps:
         return _aligned(value, 1).expand(self.capacity, -1) if _is_shared(value) else self._rows_like(value)
 
     def _steps_like(self, value: Tensor) -> Tensor:
-        return value.new_zeros(self.capacity, _with_room(value.shape[1]), *value.shape[2:])
+        device = self._local.y.device
+        return value.new_zeros(self.capacity, _with_room(value.shape[1]), *value.shape[2:], device=device)
+
+    def _with_prepared_samples(self, work: LocalWork) -> StackedObjective:
+        """Return the problem with buffers for the samples of a step, which the host prepares."""
+        batch = map_record(lambda value: value[:, 0], work.batches)
+        samples = dataclasses.replace(self._problem, augmentation=None).samples(batch)  # it changes no shapes or types
+        x, y = (map_batch(self._samples_like, part) for part in samples)
+        return dataclasses.replace(self._problem, prepared=(x, y))
+
+    def _samples_like(self, value: Tensor) -> Tensor:
+        return value.new_zeros(self.capacity, *value.shape[1:])
+
+    def _prepare(self, work: LocalWork, k: int, size: int) -> None:
+        """Take the samples of step k, if the host must, and copy them to where the captured step reads them."""
+        if self._preparing is None or self._problem.prepared is None:
+            return
+        batch = map_record(lambda value: value[:, k], work.batches).first(size)
+        pairs = zip(self._problem.prepared, self._preparing.samples(batch), strict=True)
+        for target, source in ((t, s) for kept, new in pairs for t, s in zip(tensors(kept), tensors(new), strict=True)):
+            target[: work.rows, :size].copy_(source)
+        if self._losses.is_cuda:  # pinned memory is free again when the GPU has read it
+            self._sent_samples.append(torch.cuda.current_stream().record_event())
+            if len(self._sent_samples) > STEPS_AHEAD:
+                self._sent_samples.popleft().synchronize()
 
     def _views_of_parameters(self) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return the parameters in the precision of the forward pass by name, and the buffer of the rounded ones."""
@@ -235,7 +268,8 @@ class CapturedSteps:
         for name, buffer in work.buffers.items():
             self._buffers[name][:rows].copy_(buffer)
         for target, source in zip(self._batches, work.batches, strict=True):
-            if target is not None and source is not None:
+            is_read = self._preparing is None or source is work.batches.counts or source is work.batches.streams
+            if target is not None and source is not None and is_read:  # else the host has taken those samples
                 target[:rows, :count].copy_(source)
         for target, number in [
             (self._lr, work.lr),

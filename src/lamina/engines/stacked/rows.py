@@ -214,8 +214,10 @@ def pad_plans(plans: list[RoundPlan], places: list[int]) -> tuple[Any, Any]:
 
 
 def send(values: Any, device: torch.device) -> Tensor:
-    """Return a numpy array on the device, by pinned memory: from any other, the host waits until the GPU is idle."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    """Return an array or a tensor on the device, by pinned memory: from any other, the host waits for the GPU."""
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(np.ascontiguousarray(values))
+    if tensor.device.type == device.type:
+        return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

@@ -18,11 +18,13 @@ from torch import Tensor
 from lamina.algorithms.contract import Number
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment, OwnAugmentation, training_inputs
+from lamina.data.mapped import Mapped
 from lamina.engines.stacked.forward import CapturedForward, Forward, StackedForward, rounded
 from lamina.engines.stacked.independence import join, split
+from lamina.engines.stacked.rows import send
 from lamina.engines.stacked.side_stream import differentiate
 from lamina.engines.state import copy_buffers
-from lamina.objective.batch import Inputs, Targets, map_batch
+from lamina.objective.batch import Inputs, Targets, map_batch, tensors
 from lamina.objective.layers import Grouping, Layers
 from lamina.objective.objective import Buffers, Objective
 
@@ -100,6 +102,13 @@ class StackedObjective:
     forward: Forward
     augmentation: Augment | OwnAugmentation | None = None
     summed: bool = False  # for a gradient over all data: the model as it is evaluated, losses added up
+    prepared: tuple[Inputs, Targets] | None = None  # the samples of the step, if they are taken before it begins
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether samples are read from disk or changed by a user's function, which a captured step cannot do."""
+        is_own = self.augmentation is not None and not isinstance(self.augmentation, Augment)
+        return is_own or any(isinstance(values, Mapped) for values in tensors(self.data.x))
 
     @property
     def layers(self) -> Layers:
@@ -137,7 +146,7 @@ class StackedObjective:
         """Return every row's gradient of its mean loss by name, perhaps rounded, and those losses [rows]."""
         parameters = rounded(self.forward, parameters)
         if isinstance(self.forward, CapturedForward):
-            x, y = self._samples(batch)
+            x, y = self.samples(batch)
             train = not self.summed
             return self.forward.gradients(parameters, buffers, x, y, train=train, streams=batch.streams)
         leaves = {n: p.detach().requires_grad_() for n, p in parameters.items()}
@@ -151,7 +160,7 @@ class StackedObjective:
     def mean_losses(self, parameters: Mapping[str, Tensor], buffers: Buffers, batch: Batches) -> Tensor:
         """Return every row's mean loss over the real samples of its batch [rows]; their sum if `summed`."""
         assert isinstance(self.forward, StackedForward)
-        x, y = self._samples(batch)
+        x, y = self.samples(batch)
         counts = batch.counts
         size = batch.samples.shape[1]
         mask = None if counts is None else torch.arange(size, device=counts.device) < counts.unsqueeze(1)
@@ -162,17 +171,24 @@ class StackedObjective:
         sums = torch.where(mask, losses, 0.0).sum(1)
         return sums if self.summed else sums / counts.clamp(min=1)
 
-    def _samples(self, batch: Batches) -> tuple[Inputs, Targets]:
+    def samples(self, batch: Batches) -> tuple[Inputs, Targets]:
         """Return the inputs, augmented and normalised, and the targets of a batch."""
-        data = self.data
+        if self.prepared is not None:
+            rows, size = batch.samples.shape
+            x, y = (map_batch(lambda values: values[:rows, :size], part) for part in self.prepared)
+            return x, y
+        data, keys = self.data, batch.keys
         x, y = (map_batch(lambda values: _take(values, batch.samples), part) for part in (data.x, data.y))
-        x = training_inputs(x, batch.keys, self.augmentation, data.mean, data.std, self.objective.dtype, batch.counts)
+        if keys is not None and isinstance(self.augmentation, Augment):
+            keys = send(keys, self.objective.device)
+        x = training_inputs(x, keys, self.augmentation, data.mean, data.std, self.objective.dtype, batch.counts)
         return x, y
 
 
-def _take(values: Tensor, index: Tensor) -> Tensor:
+def _take(values: Tensor | Mapped, index: Tensor) -> Tensor:
     """Return values[index] by whole samples, which is several times as fast on a CPU."""
-    return values.index_select(0, index.flatten()).reshape(*index.shape, *values.shape[1:])
+    chosen = index.flatten() if isinstance(values, Mapped) else send(index.flatten(), values.device)
+    return values.index_select(0, chosen).reshape(*index.shape, *values.shape[1:])
 
 
 def train(problem: StackedObjective, parts: Sequence[Layers], work: LocalWork) -> tuple[Any, Tensor]:

@@ -27,7 +27,14 @@ from lamina.rounds.timeline import Timeline
 from lamina.training.history import History
 from lamina.training.timing import count_flops
 
-PLANNED = ("participation", "sampling", "batch_size", "local_steps", "seed")  # keys of [train] that plan a round
+PLANNED = (  # keys of [train] that plan a round
+    "participation", "sampling", "cohort_cap", "min_separation", "batch_size", "local_steps", "seed",
+)  # fmt: skip
+
+
+def has_other_cohorts(record: Record) -> bool:
+    """Return whether the time of a run is that of other cohorts, drawn in the same way: a private run's are secret."""
+    return bool(record.config.get("privacy")) and "seconds" not in record.history.columns
 
 
 def with_clock(record: Record, clock: Clock | None = None) -> Record:

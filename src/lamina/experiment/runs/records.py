@@ -15,15 +15,17 @@ from lamina import algorithms
 from lamina.base.atomic import PARTIAL, sync_folder
 from lamina.base.errors import BadInput, nearest
 from lamina.base.text import listed
+from lamina.channel.privacy import as_privacy
 from lamina.engines.choice import ENGINES, EngineName
 from lamina.experiment.runs.metrics_file import MetricsFile, open_to_read
 from lamina.experiment.toml import leaves
-from lamina.privacy.accounting import Accountant
+from lamina.rounds.settings import TrainSettings
 from lamina.storage import identity
 from lamina.storage.files import check_writable, writing_to
 from lamina.storage.leases import is_lease, take
 from lamina.training.history import History
 from lamina.training.metrics import is_metric, read_primary
+from lamina.training.privacy import PARTICIPATION, accountant_of, spends_too_much
 
 FORMAT = 1  # of a run's folder; others are refused
 # keys that do not change the result, and so do not tell one run from another
@@ -128,16 +130,14 @@ def has_all_rounds(history: History, config: Mapping[str, Any]) -> bool:
 
 def has_no_budget(history: History, config: Mapping[str, Any]) -> bool:
     """Return whether one more round of a run would exceed the privacy budget that its configuration gives."""
-    privacy, train = config.get("privacy") or {}, config["train"]
-    budget, noise = privacy.get("epsilon"), privacy.get("noise_multiplier")
-    if budget is None or noise is None:
+    settings, train = config.get("privacy") or {}, config["train"]
+    if settings.get("epsilon") is None or settings.get("noise_multiplier") is None:
         return False
-    settings = {**train, **privacy}
-    names = ("participation", "sampling", "cohort_cap", "min_separation", "secret_cohorts", "bands")
-    how = {name: settings[name] for name in names if name in settings}
+    how = {name: train[name] for name in PARTICIPATION if train.get(name) is not None}
     with contextlib.suppress(BadInput):  # without dp-accounting, which only training needs, it is not known
-        accountant = Accountant(noise, privacy["delta"], _trained_clients(config["data"]), **how)
-        return accountant.epsilon(len(history) + 1) > float(budget)
+        protocol = TrainSettings(lr=1.0, privacy=as_privacy(settings), **how)
+        accountant = accountant_of(protocol, _trained_clients(config["data"]))
+        return spends_too_much(accountant, protocol.privacy, len(history) + 1)
     return False
 
 

@@ -17,7 +17,7 @@ import torch
 from lamina.base.errors import Diverged
 from lamina.data.partitions import label_counts
 from lamina.engines.devices import choose_device
-from lamina.engines.ranks import Ranks
+from lamina.engines.ranks import Ranks, everywhere
 from lamina.engines.stacked.engine import Stacked
 from lamina.experiment.build import choose_threads
 from lamina.experiment.config import Experiment
@@ -112,13 +112,6 @@ def open_folder(path: Path, config: Mapping[str, Any], **options: Any) -> RunFol
     return RankFolder(path, ranks.rank, found=shared[0]["found"], accept_changed_code=accept)
 
 
-def everywhere(here: bool) -> bool:
-    """Return whether a condition holds in all processes."""
-    ranks = Ranks.current()
-    device = "cuda" if ranks.world > 1 and torch.distributed.get_backend() == "nccl" else "cpu"
-    return int(ranks.add(torch.tensor(int(not here), device=device))) == 0
-
-
 def restore(simulations: Sequence[Training], folders: Sequence[RunFolder | RankFolder]) -> None:
     """Load the state of the newest round that all folders have, if there is one, into simulations."""
     rounds = set.intersection(*(set(folder.rounds()) for folder in folders))
@@ -187,7 +180,8 @@ def train(
     _for_each(complete, lambda i: folders[i].finish(simulations[i]))  # killed before its model was written
     while number < rounds and len(diverged) + len(complete) < len(simulations):
         number += 1
-        rows, failed = _run_round(simulations, population, diverged, evaluate=number == rounds)
+        due = {"evaluate": number == rounds, "continues": number % every != 0}  # a checkpoint would wait for a GPU
+        rows, failed = _run_round(simulations, population, diverged, **due)
         for i, row in rows.items():
             folders[i].record(row, simulations[i])
             on_round(i, row)
@@ -219,8 +213,11 @@ def _has_stopped(simulation: Training) -> bool:
 def describe_partition(simulation: Training) -> dict[str, Any] | None:
     """Return how many samples of each class every client holds; None without classes or if these are many numbers.
 
+    None also with differential privacy: the counts are the clients' own data, and have no noise.
     If the data are split again in every round, the counts are those of the first round's cohort.
     """
+    if simulation.protocol.privacy is not None:
+        return None
     clients, labels = simulation.all_clients, simulation.train_data.labels
     parts = clients.parts if clients.reallocation is None else clients.samples(1, simulation.plan.cohort(1))
     if labels is None or len(parts) * (labels.max() + 1) > MOST_CLASS_COUNTS:
@@ -238,16 +235,15 @@ def _run_round(
     simulations: Sequence[Training],
     population: Population | None,
     diverged: Mapping[int, Diverged],
-    *,
-    evaluate: bool,
+    **due: bool,
 ) -> tuple[dict[int, Row], dict[int, Diverged]]:
     """Run one round; return the rows of the runs that finished it, and those that diverged in or after it."""
     if population is not None:
-        rows = population.run_round(evaluate=evaluate)
+        rows = population.run_round(**due)
         return rows, {i: error for i, error in population.diverged.items() if i not in diverged}
     rows = {}
     try:
-        rows[0] = simulations[0].run_round(evaluate=evaluate)
+        rows[0] = simulations[0].run_round(**due)
         refuse_nonfinite(rows[0])
     except Diverged as error:
         return rows, {0: error}

@@ -26,7 +26,7 @@ from lamina.experiment.runs.records import (
     REPLACED,
     Record,
     check_folder,
-    has_no_budget,
+    has_all_rounds,
     kept_engine,
     names_in,
     read_record,
@@ -394,11 +394,9 @@ def has_ended(job: Job) -> bool:
         return True
     if not (job.folder / "model.safetensors").exists():
         return False
-    record, experiment = read_record(job.folder), job.experiment
-    history, every = record.history, experiment.run.evaluate_every
-    if len(history) >= job.rounds or has_no_budget(history, record.config):
-        return True
-    return history.has_stalled(experiment.train.patience, every)
+    record, train = read_record(job.folder), job.experiment.train
+    goal = {"rounds": train.rounds, "patience": train.patience}  # more than the folder's: it is resumed
+    return has_all_rounds(record.history, {**record.config, "train": {**record.config["train"], **goal}})
 
 
 def stackable(runs: list[_Open]) -> list[list[_Open]]:

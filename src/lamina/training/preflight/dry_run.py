@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,13 +37,13 @@ class Pass:
 
         # Nothing requires a gradient, but activation checkpointing needs gradients to be enabled to do its work.
         with rng.forked(device, seed=0), torch.enable_grad(), activation:
-            before = _generator_states(device)
+            before = rng.generator_states(device)
             try:
                 with objective.seeded.register_forward_hook(look):  # called while the module still holds these tensors
                     self.outputs = objective.outputs_at(parameters, buffers, run.inputs, train=train)
             except Exception as error:  # whatever a user's forward raises
                 self.error = error
-            self.draws = _generator_states(device) != before
+            self.draws = rng.generator_states(device) != before
         self.bytes_per_sample = activation.bytes
         self.written_parameter = next((name for name, value in parameters.items() if value._version > 0), None)
 
@@ -138,12 +136,3 @@ class Pairs(WatchingMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         self.found |= isinstance(result, Tensor) and list(result.shape).count(self.samples) > 1
         return result
-
-
-def _generator_states(device: torch.device) -> list[Any]:
-    """Return the states of the process-wide generators of torch, Python and numpy."""
-    states: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
-    kind, words, *position = np.random.get_state()  # noqa: NPY002  (of modules that use it)
-    return [*states, kind, np.asarray(words).tobytes(), position]

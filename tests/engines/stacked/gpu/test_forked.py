@@ -1,6 +1,7 @@
 """Kernels are compiled in forked processes; without a GPU, jobs that write files stand for them."""
 
 import functools
+import logging
 import os
 import sys
 import time
@@ -28,7 +29,28 @@ def test_jobs_run_in_other_processes(tmp_path, monkeypatch):
     assert str(os.getpid()) not in owners
 
 
-def test_a_job_that_fails_or_hangs_stops_no_other(tmp_path, monkeypatch):
+def test_a_fork_that_fails_leaves_no_child_behind(tmp_path, monkeypatch, caplog):
+    fork, children = os.fork, []
+
+    def few():
+        if len(children) == 2:
+            raise BlockingIOError("no more processes")
+        children.append(fork())
+        return children[-1]
+
+    monkeypatch.setattr(os, "fork", few)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    paths = [tmp_path / f"{i}" for i in range(3)]
+    with caplog.at_level(logging.INFO):
+        run_forked([lambda path=path: (time.sleep(0.1), path.touch()) for path in paths])
+    assert [path.exists() for path in paths] == [True, True, False]
+    assert "in 2 processes instead of 3: no more processes" in caplog.text
+    for child in children:
+        with pytest.raises(ChildProcessError):  # it was waited for
+            os.waitpid(child, os.WNOHANG)
+
+
+def test_a_job_that_fails_or_hangs_stops_no_other(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(forked, "LONGEST_S", 0.2)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     paths = [tmp_path / f"{i}" for i in range(3)]
@@ -39,6 +61,7 @@ def test_a_job_that_fails_or_hangs_stops_no_other(tmp_path, monkeypatch):
     assert paths[0].exists()
     assert not paths[1].exists()
     assert not paths[2].exists()
+    assert caplog.messages == ["a process that compiles kernels took over 0.2 s and is stopped"]
 
 
 def test_without_triton_nothing_is_compiled(monkeypatch):

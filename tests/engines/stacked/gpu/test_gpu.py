@@ -4,15 +4,19 @@ import gc
 import itertools
 import logging
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import kinds
 import lamina
+import small_simulations
 from kinds import KINDS, PARTS, model
 from lamina import models
 from lamina.algorithms.contract import LocalModel
 from lamina.channel.privacy import Noise, Privacy
+from lamina.data import Augment
 from lamina.engines.stacked.memory import free_bytes
 from lamina.engines.stacked.steps import StackedObjective
 from second_gradients import FedSam, VarianceReduced
@@ -51,10 +55,13 @@ def test_stacked_on_a_gpu_is_the_loop(name, algorithm):
     assert max(errors) < 0.05
 
 
-def simulation(algorithm, engine, model="mlp", rows=None, samples=210, dropout=0.0, **settings):
-    """Seven clients of different sizes."""
+def simulation(algorithm, engine, model="mlp", rows=None, samples=210, dropout=0.0, file=None, **settings):
+    """Seven clients of different sizes; with a file, the images stay on disk."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (samples, 1, 28, 28), dtype=torch.uint8, generator=generator)
+    if file is not None:
+        np.save(file, images.numpy())
+        images = np.load(file, mmap_mode="r")
     data = images, torch.arange(samples) % 10
     ends = [0, 25, 40, 75, 100, 140, 170, 210]
     settings = {
@@ -118,6 +125,37 @@ def test_private_parts_are_those_of_the_loop(algorithm, model):
 
 
 @pytest.mark.parametrize("engine", ["stacked", "captured"])
+def test_private_norms_and_their_statistics_are_those_of_the_loop(engine):
+    settings = {"private": ["1.*", "6.*"], "device": "cuda"}
+    runs = [small_simulations.simulation("batch_norm", "fedlada", each, **settings) for each in (engine, "loop")]
+    for run in runs:
+        run.run(3)
+    assert runs[0].engine.name == engine
+    for client in range(4):
+        (x, buffers), (expected, statistics) = (run.client_parameters(client) for run in runs)
+        torch.testing.assert_close(x, expected, rtol=1e-8, atol=1e-10)
+        for name, value in statistics.items():
+            torch.testing.assert_close(buffers[name], value, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        ("dict_targets", "stacked"),
+        ("dict_targets", "captured"),
+        ("tuple_targets", "stacked"),
+        ("per_batch", "captured"),
+    ],
+)
+def test_targets_and_losses_are_those_of_the_loop(kind, engine):
+    run, reference = (kinds.simulation(kind, each, device="cuda") for each in (engine, "loop"))
+    run.run(2)
+    reference.run(2)
+    assert run.engine.name == engine
+    assert_same(run, reference, 1e-9)
+
+
+@pytest.mark.parametrize("engine", ["stacked", "captured"])
 @pytest.mark.parametrize(
     "codec",
     ["bf16", "fp16", "qsgd", "sign", "topk", "randk", "sketch", [{"name": "topk", "share": 0.3}, "qsgd"]],
@@ -131,6 +169,26 @@ def test_codecs_are_those_of_the_loop(codec, engine):
         run.run(2)
     assert_same(*runs, 0.1)
     assert [row["bytes_up"] for row in runs[0].history] == [row["bytes_up"] for row in runs[1].history]
+
+
+def shifted(batch, generator):
+    """Shift every image by its own number of columns."""
+    by = torch.randint(0, 5, (len(batch),), generator=generator, device=batch.device).tolist()
+    return torch.stack([image.roll(columns, -1) for image, columns in zip(batch, by, strict=True)])
+
+
+@pytest.mark.parametrize("augmentation", [None, shifted, Augment(2)], ids=["none", "own", "crops"])
+@pytest.mark.parametrize("is_on_disk", [False, True])
+@pytest.mark.parametrize("engine", ["stacked", "captured"])
+@pytest.mark.parametrize("algorithm", ["fedlamb", lamina.create("mime", "mime")], ids=str)
+def test_samples_that_the_host_takes_are_those_of_the_loop(algorithm, engine, is_on_disk, augmentation, tmp_path):
+    """A captured step can neither read a file nor call a user's function."""
+    file = tmp_path / "x.npy" if is_on_disk else None
+    runs = [simulation(algorithm, e, file=file, augmentation=augmentation) for e in (engine, "loop")]
+    for run in runs:
+        run.run(2)
+    assert runs[0].engine.name == engine
+    assert_same(*runs, 1e-3)
 
 
 @pytest.mark.parametrize("engine", ["stacked", "captured"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import os
 import signal
 import time
@@ -18,6 +19,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 LONGEST_S = 120  # a child that takes longer is stopped
 POLL_S = 0.003
@@ -75,11 +78,15 @@ def _compile(job: Job) -> None:
 def run_forked(jobs: Sequence[Job]) -> None:
     """Run jobs in forked processes, as many as there are cores; what fails or takes too long is left out."""
     count = min(len(jobs), os.cpu_count() or 1)
-    children = []
+    children: list[int] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about threads: they hold no lock that a compiler takes
         for first in range(count):
-            child = os.fork()
+            try:
+                child = os.fork()
+            except OSError as error:  # the parent compiles this child's share
+                log.info("kernels are compiled in %d processes instead of %d: %s", len(children), count, error)
+                break
             if child == 0:
                 try:
                     for job in jobs[first::count]:
@@ -93,5 +100,8 @@ def run_forked(jobs: Sequence[Job]) -> None:
         with contextlib.suppress(ChildProcessError):  # somebody else has waited for it
             while os.waitpid(child, os.WNOHANG)[0] == 0:
                 if time.monotonic() > end:
+                    log.warning("a process that compiles kernels took over %g s and is stopped", LONGEST_S)
                     os.kill(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+                    break
                 time.sleep(POLL_S)
