@@ -50,6 +50,16 @@ CASES = [
         "diloco torch.optim:SGD --half server --theirs momentum=0.9 --theirs nesterov=true",
     ),
     Case("torch", "Adagrad, on the server", "fedadagrad torch.optim:Adagrad --theirs eps=1e-3 --set v_init=0"),
+    Case(
+        "torch",
+        "Muon and AdamW, without Muon's rounding to bfloat16",
+        "localmuon torch_targets:muon --theirs in_float64=true --tolerance 1e-6",
+    ),
+    Case(
+        "torch",
+        "Muon and AdamW, against ours in bfloat16",
+        "localmuon torch_targets:muon --set arithmetic=bfloat16 --tolerance 1e-3",
+    ),
     Case("flwr", "FedAvg, weighted by examples", f"fedavg {STRATEGY}:FedAvg --set weighting=examples"),
     Case("flwr", "FedAvgM", f"fedavgm {STRATEGY}:FedAvgM --theirs server_momentum=0.9"),
     Case("flwr", "FedAvgM, with its defaults", f"fedavgm {STRATEGY}:FedAvgM"),

@@ -98,4 +98,12 @@ def test_the_same_in_a_federation(tmp_path, algorithm):
 def test_a_second_moment_that_cannot_be_corrected_is_refused(name):
     with pytest.raises(BadInput, match=r"bias_correction divides by 1 - beta2\^t, which is 0 for beta2 = 1"):
         algorithms.create(name, beta2=1.0, bias_correction=True)
+    with pytest.raises(BadInput, match="two forms of the same correction: choose one"):
+        algorithms.create(name, rate_correction="round", bias_correction=True)
     algorithms.create(name, beta2=1.0)  # v = v_init for ever: a fixed preconditioner
+
+
+@pytest.mark.parametrize("name", ["fedadam", "fedadam_star", "fedyogi"])
+def test_a_rate_that_would_be_corrected_to_zero_is_refused(name):
+    with pytest.raises(BadInput, match=r"rate_correction multiplies by sqrt\(1 - beta2\^t\), which is 0 for beta2 = 1"):
+        algorithms.create(name, beta2=1.0, rate_correction="next_round")

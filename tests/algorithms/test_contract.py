@@ -161,6 +161,8 @@ GRID = {  # three values of every numeric option
     "phi_min": (0.0, 0.01, 1.0),
     "phi_max": (2.0, 1.5, float("inf")),
 }
+SHARES = (0.1, 0.5, 0.9)
+BELOW_ONE = {"fedmuon": {"alpha": SHARES}, "fedadamw": {"alpha": SHARES}, "fedavgm": {"mu": SHARES}}
 
 
 @every_variant
@@ -168,7 +170,7 @@ def test_numeric_options_may_be_one_per_leading_index(algorithm):
     """Options as [3, 1] tensors, all of them or every second one, are three experiments side by side."""
     hints = get_type_hints(type(algorithm))
     numeric = [name for name in options(type(algorithm)) if hints[name] == Number]
-    values = GRID | ({"alpha": (0.1, 0.5, 0.9)} if algorithm.card.name == "fedmuon" else {})  # it refuses 1
+    values = GRID | BELOW_ONE.get(algorithm.card.name, {})
     x = gradients_for((P,))(0, 0)
     for chosen in (numeric, numeric[::2], numeric[1::2]):
         if algorithm.card.name == "fednova" and chosen is numeric:

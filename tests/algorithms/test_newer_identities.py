@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-import lamina
 import transcriptions as T  # noqa: N812
 from given_rounds import ALONE, GRADIENT, history, rounds_of, rounds_of_one_client
-from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.algorithms.fedlars import LocalMomentum
 from paper_problem import (
     DECAYS,
@@ -29,6 +27,7 @@ from paper_problem import (
     trajectory,
     vectors,
 )
+from quadratics import OPTIMUM, on_quadratics
 
 # --- momentum and adaptivity on the server ------------------------------------------------------------------------
 
@@ -165,35 +164,14 @@ def test_feddyns_server_holds_the_mean_of_all_clients() -> None:
     assert float(simulation.state.server.q.abs().max()) > 1e-3
 
 
-CURVATURES = torch.tensor([[0.5, 2.0], [2.0, 0.5], [1.0, 1.5], [1.5, 1.0]], dtype=torch.float64)
-CENTRES = torch.tensor([[3.0, 0.0], [0.0, 2.0], [-1.0, 1.0], [2.0, -2.0]], dtype=torch.float64)
-OPTIMUM = (CURVATURES * CENTRES).sum(0) / CURVATURES.sum(0)
-
-
-def distance_on_quadratics(algorithm: Any, rounds: int, lr: float = 0.2, steps: int = 10) -> float:
-    """Return ||x - x*|| for F_i = sum_j a_ij (x_j - c_ij)^2 / 2 and two of four clients in a round."""
-    layers, draw = lamina.Layers({"x": (2,)}), np.random.default_rng(0)
-    server = algorithm.init(torch.zeros(2, dtype=torch.float64), layers)
-    clients = [algorithm.client_init(server.x, layers)] * 4
-    for r in range(1, rounds + 1):
-        info = ServerInfo(r, lr, layers, participation=0.5, mean_steps=float(steps))
-        down, ups = algorithm.broadcast(server, info), []
-        for i in draw.choice(4, size=2, replace=False):
-            client_info = ClientInfo(r, lr, layers, float(steps))
-            local = algorithm.begin(down, clients[i], client_info)
-            for _ in range(steps):
-                local = algorithm.step(local, down, CURVATURES[i] * (local.y - CENTRES[i]), lr, layers)
-            up, clients[i] = algorithm.finish(local, down, clients[i], client_info)
-            ups.append(up)
-        mean = type(ups[0])(*(None if f[0] is None else torch.stack(f).mean(0) for f in zip(*ups, strict=True)))
-        server = algorithm.update(server, mean, info)
-    return float((server.x - OPTIMUM).norm())
-
-
 def test_feddyn_finds_the_optimum_of_all_clients() -> None:
     """Half of the clients are absent in each round, and each has its own optimum: FedAvg ends elsewhere."""
-    assert distance_on_quadratics(make("feddyn", {"alpha": 1.0}), 120) < 1e-8
-    assert distance_on_quadratics(make("fedavg"), 120) > 1e-2
+    ends = [
+        on_quadratics(make(*each), 0.2, 120, steps=[10] * 4, cohort_size=2)[0]
+        for each in (("feddyn", {"alpha": 1.0}), ("fedavg", {}))
+    ]
+    assert float((ends[0] - OPTIMUM).norm()) < 1e-8
+    assert float((ends[1] - OPTIMUM).norm()) > 1e-2
 
 
 def test_feddyn_without_alpha_is_not_fedavg() -> None:

@@ -8,6 +8,7 @@ import torch
 
 import lamina
 import transcriptions as T  # noqa: N812
+from given_rounds import history, rounds_of
 from lamina.algorithms.declaration import options
 from paper_problem import LAYERS, close, federate, infos, local_run, make, vectors
 
@@ -16,6 +17,14 @@ FEDADAM_PRESETS = {  # v_init, tau, beta1, beta2, eta_g (None: tuned)
     "fedlamb_paper": (1e-6, 0.0, 0.9, 0.999, None),
     "fedlada_paper": (1e-2, 0.0, 0.9, 0.99, 0.1),
     "fl_simulator": (0.0, 1e-2, 0.9, 0.99, 0.1),
+}
+SERVER_CODES = {  # v_init, epsilon, beta_2, and t - r in the correction of the rate (None: no correction)
+    ("fedadam", "google"): (0.0, 1e-3, 0.999, 0),
+    ("fedadam", "tff"): (0.0, 1e-7, 0.999, 0),
+    ("fedadam", "flower"): (0.0, 1e-3, 0.99, 1),
+    ("fedyogi", "google"): (0.0, 1e-3, 0.999, 0),
+    ("fedyogi", "tff"): (1e-6, 1e-3, 0.999, 0),
+    ("fedyogi", "flower"): (0.0, 1e-3, 0.99, None),
 }
 
 
@@ -39,11 +48,34 @@ def test_fedadam_presets(name: str, preset: str) -> None:
     close(after.x - x, np.full(T.SIZE, step), rtol=1e-9)
 
 
-def test_reddi_is_the_default_preset() -> None:
-    """FedAdam's defaults are Reddi et al.'s, with v_0 = tau^2."""
-    default, reddi = make("fedadam"), make("fedadam", {"preset": "reddi"})
-    assert [getattr(default, n) for n in options(type(default))] == [getattr(reddi, n) for n in options(type(reddi))]
-    assert default.v_init == pytest.approx(default.tau**2, rel=1e-12)
+@pytest.mark.parametrize(("name", "preset"), SERVER_CODES)
+def test_presets_of_adaptive_servers_are_the_codes_formulas(name: str, preset: str) -> None:
+    """x + eta sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + epsilon), as Keras, TFF and Flower write it (C68)."""
+    start, eps, beta2, shift = SERVER_CODES[name, preset]
+    m, v = 0.0, torch.tensor(start)
+    algorithm = make(name, {"preset": preset, "server_lr": 0.3})
+    for r, (before, after, D) in enumerate(history(algorithm, rounds_of(1.0, 2.0, 0.5)), 1):
+        m, square = m + (D - m) * (1 - 0.9), D**2
+        v = v + (1 - beta2) * (square - v) if name == "fedadam" else v + (1 - beta2) * (square - v).sign() * square
+        factor = 1.0 if shift is None else np.sqrt(1 - beta2 ** (r + shift)) / (1 - 0.9 ** (r + shift))
+        close(after.x - before.x, 0.3 * factor * m / (v.sqrt() + eps), rtol=1e-9)
+
+
+@pytest.mark.parametrize(("preset", "start", "eps"), [("google", 0.0, 1e-3), ("flower", 0.0, 1e-3), ("tff", 0.1, 1e-7)])
+def test_presets_of_fedadagrad_are_the_codes_formulas(preset: str, start: float, eps: float) -> None:
+    """TFF's and optax's epsilon is under the root, the others' beside it."""
+    v = torch.tensor(start)
+    for before, after, D in history(make("fedadagrad", {"preset": preset}), rounds_of(1.0, 2.0, 0.5)):
+        v = v + D**2
+        close(after.x - before.x, 0.1 * D / ((v + eps).sqrt() if preset == "tff" else v.sqrt() + eps), rtol=1e-7)
+
+
+@pytest.mark.parametrize(("name", "preset"), [("fedadam", "reddi"), ("diloco", "opendiloco")])
+def test_presets_that_are_the_defaults(name: str, preset: str) -> None:
+    """FedAdam's defaults are Reddi et al.'s, with v_0 = tau^2; DiLoCo's are OpenDiLoCo's."""
+    default, chosen = make(name), make(name, {"preset": preset})
+    assert [getattr(default, n) for n in options(type(default))] == [getattr(chosen, n) for n in options(type(chosen))]
+    assert name == "diloco" or default.v_init == pytest.approx(default.tau**2, rel=1e-12)
 
 
 def test_defaults_of_the_cards() -> None:

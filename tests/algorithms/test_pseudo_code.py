@@ -57,6 +57,7 @@ LAYERWISE: list[dict[str, Any]] = [
 ]
 ADAM: list[dict[str, Any]] = [
     *[{"preset": p} for p in ("reddi", "fedlamb_paper", "fedlada_paper", "fl_simulator", "authors")],
+    *[{"preset": p} for p in ("google", "flower", "torch")],
     {"amsgrad": True, "beta2": 0.3},
     {"bias_correction": True},
     {"bias_correction": True, "amsgrad": True, "beta2": 0.3, "v_init": 0.0},
@@ -145,8 +146,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"layers": "model"},
     ],
     "fedavgm": [{"mu": 0.5, "server_lr": 0.7, **DECAY}, {"damped": True}],
-    "fedyogi": [{"preset": "flower"}, SERVER | {"beta2": 0.7}],
-    "fedadagrad": [{"preset": "flower"}, SERVER],
+    "fedyogi": [{"preset": "flower"}, {"preset": "google"}, SERVER | {"beta2": 0.7}],
+    "fedadagrad": [{"preset": "flower"}, {"preset": "tff"}, SERVER],
     "fedams_server": [
         {"preset": "option2"},
         {"preset": "authors"},

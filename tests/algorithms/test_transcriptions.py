@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 import more_transcriptions as M  # noqa: N812
+import quadratics
 import transcriptions as T  # noqa: N812
 from paper_problem import CLIENTS, INPUTS, LABELS, START, close, differ
 
 GRADIENT = T.Gradient(INPUTS, LABELS)
-CURVATURES = np.array([[0.5, 2.0], [2.0, 0.5], [1.0, 1.5], [1.5, 1.0]])
-CENTRES = np.array([[3.0, 0.0], [0.0, 2.0], [-1.0, 1.0], [2.0, -2.0]])
-OPTIMUM = (CURVATURES * CENTRES).sum(0) / CURVATURES.sum(0)
+CURVATURES, CENTRES, OPTIMUM = (
+    values.numpy() for values in (quadratics.CURVATURES, quadratics.CENTRES, quadratics.OPTIMUM)
+)
 SGD = {"by_examples": False, "decay": 0.0, "server_lr": 1.0}
 EXP = SGD | {"eps": 0.0, "eps_decay": 1.0}
 NOVA = SGD | {"momentum": 0.0, "mu": 0.0}

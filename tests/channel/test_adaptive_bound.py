@@ -1,41 +1,22 @@
 """The bound that follows a quantile of the norms: its update, its noise, and the same numbers in all engines."""
 
-import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import lamina
 from lamina.algorithms.contract import Displacement
 from lamina.base.errors import BadInput
 from lamina.channel.privacy import Noise, Privacy
 from lamina.privacy.accounting import Accountant
-
-X = torch.randn(400, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-Y = (X.sum(1) > 0).long()
+from private_runs import X, Y, private_runs
 
 
 @pytest.fixture
 def run_of(tmp_path):
-    """Makes a simulation of 40 clients. All draw the same noise, and each has a ledger of its own."""
-    made = itertools.count()
-
-    def make(algorithm="fedavg", engine="loop", privacy=None, **changed):
-        with torch.random.fork_rng():
-            torch.manual_seed(2)
-            model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
-        secret = tmp_path / f"secret-{next(made)}"
-        secret.write_bytes(b"s" * 32)
-        given = {"bound": 0.5, "quantile": 0.5, "noise_multiplier": 2.0, "delta": 1e-3, "secret": str(secret)}
-        settings = {"clients": 40, "participation": 0.25, "local_steps": 3, "batch_size": 4, "lr": 0.1}
-        return lamina.Simulation(
-            model, (X, Y), algorithm, engine=engine, privacy={**given, **(privacy or {})}, **{**settings, **changed}
-        )
-
-    return make
+    return private_runs(tmp_path, quantile=0.5)
 
 
 def test_the_update_is_the_papers(run_of, monkeypatch):

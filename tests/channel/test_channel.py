@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import lamina
+from codec_cases import CODECS, METHODS
 from lamina.base.errors import BadInput
 from lamina.channel.channel import OPEN, Channel, as_channel
 from lamina.engines.personal import unpack
@@ -13,17 +14,8 @@ from lamina.engines.personal import unpack
 X = torch.randn(100, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.randint(0, 3, (100,), generator=torch.Generator().manual_seed(1))
 PARTS = [range(0, 10), range(10, 30), range(30, 33), range(33, 70), range(70, 100)]  # ragged
-CODECS = [
-    "bf16",
-    "fp16",
-    {"name": "qsgd", "bits": 3, "bucket": 16},
-    "sign",
-    {"name": "topk", "share": 0.1},
-    {"name": "randk", "share": 0.2},
-    {"name": "sketch", "share": 0.2, "rows": 2},
-    [{"name": "topk", "share": 0.3}, {"name": "qsgd", "bits": 5}],
-]
-METHODS = ["fedavg", "scaffold", "fedlamb", "mimelamb", "fedlada"]
+
+
 # `make test` takes every codec with two methods, the long tests take all pairs
 PAIRS = [
     pytest.param(codec, method, id=f"{codec}-{method}", marks=[] if (i - j) % len(METHODS) < 2 else [pytest.mark.long])

@@ -1,6 +1,5 @@
 """Second moments of a noised mean, less the variance of its noise."""
 
-import itertools
 import math
 
 import pytest
@@ -14,29 +13,13 @@ from lamina.base.errors import BadInput
 from lamina.channel.privacy import Noise, Privacy
 from lamina.objective.objective import Objective
 from lamina.privacy.correlated import relative_deviation, square_root
-
-X = torch.randn(400, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-Y = (X.sum(1) > 0).long()
+from private_runs import private_runs
 
 
 @pytest.fixture
 def run_of(tmp_path):
-    """Makes a simulation of 40 clients, 10 in a round. All draw the same noise, and each has a ledger of its own."""
-    made = itertools.count()
-
-    def make(algorithm="fedadam", engine="loop", privacy=None, **changed):
-        with torch.random.fork_rng():
-            torch.manual_seed(2)
-            model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 2)).double()
-        secret = tmp_path / f"secret-{next(made)}"
-        secret.write_bytes(b"s" * 32)
-        given = {"bound": 0.5, "noise_multiplier": 2.0, "delta": 1e-3, "debias": True, "secret": str(secret)}
-        settings = {"clients": 40, "participation": 0.25, "local_steps": 3, "batch_size": 4, "lr": 0.1}
-        return lamina.Simulation(
-            model, (X, Y), algorithm, engine=engine, privacy={**given, **(privacy or {})}, **{**settings, **changed}
-        )
-
-    return make
+    make = private_runs(tmp_path, hidden=40, debias=True)
+    return lambda algorithm="fedadam", engine="loop", **more: make(algorithm, engine, **more)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Differential privacy in a run: what is clipped, what noise the mean gets, what is refused, and what is spent."""
 
 import base64
-import itertools
 import math
 
 import numpy as np
@@ -10,40 +9,20 @@ import torch
 from torch import nn
 
 import lamina
+from codec_cases import METHODS
 from lamina.algorithms.contract import Displacement
 from lamina.algorithms.scaffold import Up
 from lamina.base.errors import BadInput
 from lamina.channel.privacy import Noise, Privacy
 from lamina.privacy.accounting import Accountant
 from lamina.privacy.correlated import next_noise, square_root
-
-X = torch.randn(400, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-Y = (X.sum(1) > 0).long()
-METHODS = ["fedavg", "scaffold", "fedlamb", "mimelamb", "fedlada"]
-
-
-def network(size=7):
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        return nn.Sequential(nn.Linear(5, size), nn.Tanh(), nn.Linear(size, 2)).double()
+from private_runs import X, Y, network, private_runs
 
 
 @pytest.fixture
 def run_of(tmp_path):
-    """Makes a simulation of 40 clients. All draw the same noise, and each has a ledger of its own."""
-    made = itertools.count()
-
-    def make(algorithm="fedavg", engine="loop", model=None, privacy=None, **changed):
-        secret = tmp_path / f"secret-{next(made)}"
-        secret.write_bytes(b"s" * 32)
-        given = {"bound": 0.5, "noise_multiplier": 2.0, "delta": 1e-3, "secret": str(secret)}
-        settings = {"clients": 40, "participation": 0.25, "local_steps": 3, "batch_size": 4, "lr": 0.1}
-        return lamina.Simulation(
-            model or network(), (X, Y), algorithm, test=(X, Y), engine=engine, privacy={**given, **(privacy or {})},
-            **{**settings, **changed},
-        )  # fmt: skip
-
-    return make
+    make = private_runs(tmp_path)
+    return lambda algorithm="fedavg", engine="loop", **more: make(algorithm, engine, **{"test": (X, Y), **more})
 
 
 def seen_uploads(monkeypatch):

@@ -5,17 +5,24 @@ import torch
 
 import lamina
 
-ADAM = {"bias_correction": True, "v_init": 0.0, "tau": 1e-8, "beta2": 0.999}
-
 
 def test_the_moments_of_adam_are_compared_with_ours():
-    result = lamina.conform(lamina.FedAdam(amsgrad=True, **ADAM), torch.optim.Adam, options={"amsgrad": True})
+    result = lamina.conform(
+        lamina.create("fedadam", "torch", amsgrad=True), torch.optim.Adam, options={"amsgrad": True}
+    )
     assert (result.same, result.quantities, result.others) == (True, ("x", "m", "v", "v_hat"), ())
 
 
 def test_a_momentum_buffer_is_compared_with_the_sum_of_displacements():
     result = lamina.conform("fedavgm", torch.optim.SGD, options={"momentum": 0.9})
     assert (result.same, result.quantities, result.others) == (True, ("x", "b"), ())
+
+
+@pytest.mark.parametrize("preset", ["flower", "google"])
+def test_adagrad_is_our_fedadagrad_from_zero(preset):
+    result = lamina.conform(lamina.create("fedadagrad", preset), torch.optim.Adagrad, options={"eps": 1e-3}, steps=20)
+    assert (result.same, result.quantities) == (True, ("x", "v"))
+    assert not lamina.conform("fedadagrad", torch.optim.Adagrad, options={"eps": 1e-3}, steps=1).same
 
 
 def test_an_optimizer_gets_our_rate_unless_it_has_one():

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from flwr.serverapp.strategy import FedAvg, FedAvgM, FedMedian
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedMedian, FedYogi
 from flwr.supercore.task_identity import TaskIdentity
 
 import lamina
@@ -31,6 +31,15 @@ def test_its_momentum_is_compared_with_ours():
     by_default = lamina.conform("fedavgm", FedAvgM, steps=5)
     assert by_default.difference.place == "round 2"
     assert not any("random" in note for note in by_default.notes)  # Flower draws the names of its messages
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("fedavgm", FedAvgM), ("fedadam", FedAdam), ("fedyogi", FedYogi), ("fedadagrad", FedAdagrad)],
+)
+def test_the_flower_presets_are_its_strategies_with_their_defaults(name, strategy):
+    assert lamina.conform(lamina.create(name, "flower"), strategy, steps=5).same
+    assert not lamina.conform(name, strategy, steps=5).same
 
 
 def test_a_strategy_whose_arrays_are_consumed_works():

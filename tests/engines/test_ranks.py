@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 
 import kinds
 import lamina
+from codec_cases import METHODS
 from helpers import processes
 from lamina.algorithms.contract import Displacement
 from lamina.channel.codecs import CODECS
@@ -41,7 +42,6 @@ ALGORITHMS = {
     "fedavg": lambda: lamina.FedAvg(),
     "mimelamb": lambda: lamina.MimeLamb(),
 }
-METHODS = ["fedavg", "scaffold", "fedlamb", "mimelamb", "fedlada"]  # that are combined with every codec
 # 3 of 5 clients active, and 1 of 5: with three ranks some have nothing to do
 CASES = [
     ("fedlamb", "cnn", 0.6),

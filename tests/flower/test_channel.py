@@ -5,27 +5,14 @@ import torch
 from flwr.app import Array, ArrayRecord
 
 import lamina
+from codec_cases import CODECS, METHODS
 from flower_setup import MIME, Setup, assert_like_the_simulation, client_of, is_train, small_model
 from lamina.channel.privacy import Noise, Privacy
 from lamina.flower import wire
 
-CODECS = [
-    "bf16",
-    "fp16",
-    {"name": "qsgd", "bits": 3, "bucket": 16},
-    "sign",
-    {"name": "topk", "share": 0.1},
-    {"name": "randk", "share": 0.2},
-    {"name": "sketch", "share": 0.2, "rows": 2},
-    [{"name": "topk", "share": 0.3}, {"name": "qsgd", "bits": 5}],
-]
-
 
 def double():
     return small_model(norm=True).double()
-
-
-METHODS = ["fedavg", "scaffold", "fedlamb", "mimelamb", "fedlada"]
 
 
 @pytest.mark.long

@@ -28,6 +28,7 @@ from transcriptions import (
     decoupled,
     l2,
     layerwise,
+    rate_factor,
 )
 
 # --- SGD clients, another server ----------------------------------------------------------------------------------
@@ -62,8 +63,9 @@ def _adaptive_server(
     o: Options,
     rule: Callable[[Array, Array], Array],
     *,
-    v_hat_init: float | None,
-    bias_correction: bool,
+    v_hat_init: float | None = None,
+    bias_correction: bool = False,
+    factor: Callable[[Options, int], float] = lambda o, r: 1.0,
 ) -> Iterator[Record]:
     """Reddi et al.: `rule` gives v+ from v and D^2. Without `v_hat_init`, no running maximum."""
     x, m, v = x0.copy(), np.zeros_like(x0), np.full_like(x0, o.v_init)
@@ -78,7 +80,7 @@ def _adaptive_server(
         m_used, v_used = m, v if v_hat is None else v_hat
         if bias_correction:
             m_used, v_used = m_used / (1 - o.beta1**r), v_used / (1 - o.beta2**r)
-        x = x + o.server_lr * m_used / (np.sqrt(v_used) + o.tau)
+        x = x + o.server_lr * factor(o, r) * m_used / (np.sqrt(v_used) + o.tau)
         yield Record({"x": x, "m": m, "v": v} | ({} if v_hat is None else {"v_hat": v_hat}), deltas=deltas)
 
 
@@ -90,14 +92,13 @@ def fedyogi(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[
         gradient,
         o,
         lambda v, D2: v - (1 - o.beta2) * D2 * np.sign(v - D2),
-        v_hat_init=None,
-        bias_correction=False,
+        factor=rate_factor,
     )
 
 
 def fedadagrad(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
     """v is the sum of all D^2."""
-    return _adaptive_server(x0, rounds, gradient, o, lambda v, D2: v + D2, v_hat_init=None, bias_correction=False)
+    return _adaptive_server(x0, rounds, gradient, o, lambda v, D2: v + D2)
 
 
 def fedams_server(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:

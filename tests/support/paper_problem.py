@@ -135,5 +135,9 @@ def federate(algorithm: Any, server: Any, grads: torch.Tensor, info: Infos) -> A
     """Return the server's state after a round of new clients with gradients [clients, K, p]."""
     client = algorithm.client_init(server.x, LAYERS)
     ups = [local_run(algorithm, server, client, g, info)[0] for g in grads]
-    mean = type(ups[0])(*(None if f[0] is None else torch.stack(f).mean(0) for f in zip(*ups, strict=True)))
-    return algorithm.update(server, mean, info[0])
+    return algorithm.update(server, mean_of(ups), info[0])
+
+
+def mean_of(ups: list[Any]) -> Any:
+    """Return the mean of uploads, without the fields that are not sent."""
+    return type(ups[0])(*(None if f[0] is None else torch.stack(f).mean(0) for f in zip(*ups, strict=True)))

@@ -119,6 +119,12 @@ def batches(rnd: Any, c: int) -> list[Array]:
     return [rnd.batch(c, k) for k in range(int(rnd.steps[c]))]
 
 
+def rate_factor(o: Options, r: int) -> float:
+    """What the correction of the server's rate multiplies it by in round r (C68)."""
+    t = {"none": np.inf, "round": r, "next_round": r + 1}[o.rate_correction]
+    return float(np.sqrt(1 - o.beta2**t) / (1 - o.beta1**t))
+
+
 def l2(o: Options, y: Array) -> Array | float:
     """What L2 decay adds to the gradient."""
     return o.decay * y if o.decay_form == "l2" else 0.0
@@ -228,7 +234,7 @@ def fedadam_star(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iter
         v = o.beta2 * v + (1 - o.beta2) * D**2
         v_hat = np.maximum(v_hat, v) if o.amsgrad else v
         m_used, v_used = (m / (1 - o.beta1**r), v_hat / (1 - o.beta2**r)) if o.bias_correction else (m, v_hat)
-        x = x + o.server_lr * m_used / (np.sqrt(v_used + o.root_eps) + o.tau)
+        x = x + o.server_lr * rate_factor(o, r) * m_used / (np.sqrt(v_used + o.root_eps) + o.tau)
         momentum = -D / (rnd.lr * mean(list(rnd.steps)))
         server = {"x": x, "m": m, "v": v, "momentum": momentum} | ({"v_hat": v_hat} if o.amsgrad else {})
         yield Record(server, deltas=deltas)
@@ -250,7 +256,7 @@ def fedadam(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[
         v = o.beta2 * v + (1 - o.beta2) * D**2
         v_hat = np.maximum(v_hat, v) if o.amsgrad else v
         m_used, v_used = (m / (1 - o.beta1**r), v_hat / (1 - o.beta2**r)) if o.bias_correction else (m, v_hat)
-        x = x + o.server_lr * m_used / (np.sqrt(v_used + o.root_eps) + o.tau)
+        x = x + o.server_lr * rate_factor(o, r) * m_used / (np.sqrt(v_used + o.root_eps) + o.tau)
         yield Record({"x": x, "m": m, "v": v} | ({"v_hat": v_hat} if o.amsgrad else {}), deltas=deltas)
 
 

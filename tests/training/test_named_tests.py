@@ -8,9 +8,12 @@ import torch
 from torch import nn
 
 import lamina
+from lamina.data.cropping import with_cropped_test
+from lamina.data.dataset import Dataset, Splits
 from lamina.experiment.build import build, resolved
-from lamina.experiment.config import parse
+from lamina.experiment.config import load, parse
 from lamina.experiment.runs.records import find_records
+from lamina.experiment.trials import reproduction
 from lamina.training.metrics import is_metric, is_percent, of_column, smaller_is_better
 
 X = torch.randn(80, 4, generator=torch.Generator().manual_seed(0))
@@ -203,3 +206,53 @@ def test_validation_data_take_the_place_of_all_test_sets(tmp_path, monkeypatch):
     tree = tomllib.loads(FILE)
     tree["data"]["validation"] = 0.25
     assert "accuracy@noisy" not in build(parse(tree)).run(1).columns
+
+
+def test_cropped_images_are_windows_of_padded_ones():
+    x = torch.randint(1, 256, (1200, 2, 5, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    test = Dataset(x, torch.arange(1200) % 3, mean=(0.5, 0.5), std=(0.2, 0.2))
+    whole = with_cropped_test(Splits(test, test), pad=2).test
+    cropped = whole.more_tests["cropped"]
+    assert torch.equal(whole.x, x)
+    assert torch.equal(cropped.y, test.y)
+    assert (cropped.mean, cropped.classes) == (test.mean, 3)
+    windows = nn.functional.pad(x, (2, 2, 2, 2)).unfold(2, 5, 1).unfold(3, 6, 1)  # [n, channels, 5, 5, 5, 6]
+    is_same = (windows == cropped.x[:, :, None, None]).all(dim=(1, 4, 5))
+    assert is_same.flatten(1).any(1).all()
+    counts = is_same.sum(0)
+    assert counts.min() > 20  # of 48 on average
+    assert torch.equal(with_cropped_test(Splits(test, test), pad=2).test.more_tests["cropped"].x, cropped.x)
+
+
+def test_a_file_asks_for_cropped_test_images(tmp_path):
+    given = {"data": {"clients": 5, "test_crop_pad": 1}, "train": {"rounds": 2}, "run": {"device": "cpu"}}
+    run = build(parse(given))
+    run.run(2)
+    cropped, plain = (run.history.column(name)[-1] for name in ("accuracy@cropped", "accuracy"))
+    assert cropped != plain
+    tuning = parse(given | {"data": given["data"] | {"validation": 0.2}})
+    assert build(tuning).test_data.more_tests == {}
+
+
+@pytest.mark.parametrize(
+    ("test", "text"),
+    [
+        (None, "needs test images .*, and there are none: leave it out"),
+        (Dataset(*CLEAN), "needs test images .*, and found Dataset.* 20 samples of .*: leave it out"),
+    ],
+    ids=["none", "table"],
+)
+def test_data_without_images_cannot_be_cropped(test, text):
+    with pytest.raises(lamina.BadInput, match=text) as caught:
+        with_cropped_test(Splits(Dataset(*DATA), test), pad=2)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["adaptive-2026-cifar100", "adaptive-2026-cifar100-skewed"])
+def test_the_claim_of_fedmuons_authors_is_tested_with_and_without_cropping(name):
+    experiment = load(reproduction.papers()[name])
+    claims = [claim for claim in experiment.claim if "FedMuon's authors" in claim.text]
+    assert [claim.metric for claim in claims] == ["accuracy@cropped", "accuracy"]
+    assert claims[0].expect == claims[1].expect
+    assert sorted(claims[0].paper, key=claims[0].paper.get, reverse=True) == claims[0].expect
+    assert (experiment.data.name, experiment.data.test_crop_pad) == ("cifar100", 4)

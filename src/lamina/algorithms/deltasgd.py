@@ -77,15 +77,16 @@ class DeltaSgd(Algorithm):
         self, local: Local, down: Any, grad: Tensor, lr: Number, layers: Layers, second_grad: Tensor | None = None
     ) -> Local:
         g = add_decay(grad, local.y, self.decay)
-        before = local.gradient
-        if before is None:
+        previous_gradient = local.gradient
+        if previous_gradient is None:
             assert second_grad is not None
-            before = add_decay(second_grad, local.previous, self.decay)
-        moved = torch.linalg.vector_norm(local.y - local.previous, dim=-1, keepdim=True)
-        turned = torch.linalg.vector_norm(g - before, dim=-1, keepdim=True)
+            previous_gradient = add_decay(second_grad, local.previous, self.decay)
+        distance = torch.linalg.vector_norm(local.y - local.previous, dim=-1, keepdim=True)
+        gradient_change = torch.linalg.vector_norm(g - previous_gradient, dim=-1, keepdim=True)
         largest = (1 + self.delta * local.growth).sqrt() * local.rate
-        smooth = self.gamma * moved / (2 * torch.where(turned > 0, turned, 1.0))
-        rate = torch.where((moved > 0) & (turned > 0), torch.minimum(smooth, largest) + self.eps, largest)  # C52
+        by_curvature = self.gamma * distance / (2 * torch.where(gradient_change > 0, gradient_change, 1.0))
+        has_both = (distance > 0) & (gradient_change > 0)
+        rate = torch.where(has_both, torch.minimum(by_curvature, largest) + self.eps, largest)  # C52
         has_rate = local.rate > 0
         rate = torch.where(has_rate, rate, lr)  # the first is eta_0 (C49)
         growth = torch.where(has_rate, rate / torch.where(has_rate, local.rate, 1.0), local.growth)

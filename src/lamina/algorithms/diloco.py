@@ -40,6 +40,7 @@ class Client(NamedTuple):
     link="https://arxiv.org/abs/2311.08105",
     lr=4e-4,
     paper_cost=1,
+    presets={"opendiloco": {"beta1": 0.9, "beta2": 0.95, "decay": 0.1, "server_lr": 0.7, "mu": 0.9}},  # C40
 )
 class DiLoCo(LocalAdamW):
     """Inner AdamW, whose moments never leave the client; outer SGD with Nesterov momentum."""

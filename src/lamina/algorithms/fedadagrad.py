@@ -21,7 +21,11 @@ from lamina.algorithms.server_moments import ServerMoments
     link="https://arxiv.org/abs/2003.00295",
     lr=0.1,
     paper_cost=1,
-    presets={"flower": {"v_init": 0.0}},  # C25
+    presets={  # C25
+        "google": {"v_init": 0.0},  # the research code of Reddi et al.
+        "tff": {"v_init": 0.1 + 1e-7, "tau": 0.0},  # TensorFlow Federated, and optax: 1e-7 under the root
+        "flower": {"v_init": 0.0},
+    },
 )
 class FedAdagrad(ServerMoments):
     """Clients run SGD; the server runs Adagrad on their mean displacement."""

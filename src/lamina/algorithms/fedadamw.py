@@ -14,7 +14,8 @@ from torch import Tensor
 from lamina.algorithms.contract import Analysis, ClientInfo, Nothing, Number, ServerInfo, per_client, per_layer, zeros
 from lamina.algorithms.declaration import algorithm, option
 from lamina.algorithms.localadamw import Local, LocalAdamW
-from lamina.algorithms.primitives import add_decay, descend
+from lamina.algorithms.primitives import add_decay, descend, is_exactly
+from lamina.base.errors import BadInput
 from lamina.objective.layers import Grouping, Layers
 
 
@@ -60,6 +61,14 @@ class FedAdamW(LocalAdamW):
     m_correction: Literal["round", "global"] = option(
         "round", "steps by which the momentum, which starts from zero, is corrected: the round's, or all (C4)"
     )
+
+    def check(self) -> None:
+        """Refuse a step without the client's own direction."""
+        super().check()
+        if self.local_weight == "complement" and is_exactly(self.alpha, 1):
+            raise BadInput(
+                'alpha = 1 leaves out the clients\' own steps with local_weight = "complement": choose alpha < 1'
+            )
 
     @property
     def grouping(self) -> Grouping:

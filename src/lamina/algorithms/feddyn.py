@@ -54,7 +54,7 @@ class Local(NamedTuple):
     link="https://arxiv.org/abs/2111.04263",
     lr=0.1,
     paper_cost=1,
-    presets={"fl_simulator": {"alpha": 0.1, "decay": 1e-3}, "authors": {"decay": 1e-3}},
+    presets={"fl_simulator": {"alpha": 0.1, "decay": 1e-3}, "authors": {"decay": 1e-3, "evaluate": "clients"}},
 )
 class FedDyn(Algorithm):
     """SGD on F_i(y) - <h_i, y> + alpha/2 ||y - x||^2."""

@@ -41,10 +41,7 @@ class Up(NamedTuple):
     reference="Liu et al. 2025",
     link="https://arxiv.org/abs/2510.27403",
     lr=0.03,
-    presets={
-        "authors": {"arithmetic": "bfloat16"},  # their code, with the constants for ResNet-18 (C12)
-        "deit_tiny": {"muon_scale": 10.0},  # their constant for DeiT-Tiny, beside a rate of 3e-4
-    },
+    presets=LocalMuon.card.presets,
 )
 class FedMuon(LocalMuon):
     """Muon with a shared momentum, aligned with the mean step of the previous round."""

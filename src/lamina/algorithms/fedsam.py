@@ -17,7 +17,9 @@ from lamina.algorithms.declaration import algorithm, option
 from lamina.algorithms.fedavg import FedAvg
 from lamina.objective.layers import Layers
 
-LEAST_NORM = 1e-7  # added to the norm, as in FL-Simulator: without a gradient there is no perturbation
+# Added to the norm, so that there is no perturbation without a gradient: FL-Simulator's number. Other public codes have
+# 1e-12; both are far below the norms of gradients, so the perturbation has length rho.
+LEAST_NORM = 1e-7
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +50,7 @@ class SharpnessAware(Algorithm):
     link="https://arxiv.org/abs/2206.02618",
     lr=0.1,
     paper_cost=1,
-    presets={"fl_simulator": {"decay": 1e-3}},
+    presets={"fl_simulator": {"decay": 1e-3}, "fluke": {"rho": 0.05}},  # C44
 )
 class FedSam(SharpnessAware, FedAvg):  # type: ignore[misc]  # its `step` takes the second gradient, too
     """FedAvg with the gradient at y + rho g / ||g||, of the same batch."""

@@ -22,7 +22,9 @@ from lamina.objective.layers import Layers, MatrixChoice
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # a, b, c of the Newton-Schulz iteration
 ITERATIONS = 5
-LEAST_NORM = 1e-7  # added to the norm, so that a matrix of zeros stays one
+# Added to the norm, so that a matrix of zeros stays one: the number of FedMuon's code and of Jordan et al.'s, which is
+# far below the norms of gradients, and which bfloat16 can hold.
+LEAST_NORM = 1e-7
 
 
 def newton_schulz(u: Tensor) -> Tensor:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, Analysis, Displacement, LocalModel, Model, Number, ServerInfo, zeros
 from lamina.algorithms.declaration import option
-from lamina.algorithms.primitives import add_decay, descend, ema, precondition, square_less_noise
+from lamina.algorithms.primitives import add_decay, descend, ema, is_exactly, precondition, square_less_noise
+from lamina.base.errors import BadInput
 from lamina.objective.layers import Layers
+
+RateCorrection = Literal["none", "round", "next_round"]
+RATE_CORRECTION = "multiply the step by sqrt(1 - beta2^t) / (1 - beta1^t): never, with t = r, or with t = r + 1 (C68)"
 
 
 class Server(NamedTuple):
@@ -27,6 +31,21 @@ class Server(NamedTuple):
     v: Tensor
     v_hat: Tensor | None = None
     momentum: Tensor | None = None  # FedAdam(*): the mean local step of the previous round
+
+
+def corrected_rate(m: Tensor, options: Any, round: int) -> Tensor:
+    """Return m times the factor of `rate_correction`."""
+    if options.rate_correction == "none":
+        return m
+    t = round + 1 if options.rate_correction == "next_round" else round
+    factor: Number = (1 - options.beta2**t) ** 0.5 / (1 - options.beta1**t)
+    return m * factor
+
+
+def refuse_zero_rate(options: Any) -> None:
+    """Refuse a correction of the rate that makes every step zero."""
+    if options.rate_correction != "none" and is_exactly(options.beta2, 1):
+        raise BadInput("rate_correction multiplies by sqrt(1 - beta2^t), which is 0 for beta2 = 1: choose beta2 < 1")
 
 
 @dataclass(frozen=True, eq=False)

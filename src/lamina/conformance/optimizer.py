@@ -12,7 +12,7 @@ from lamina.base.errors import BadInput, describe_error
 from lamina.objective.layers import Layers
 
 # The names of torch's states in lamina's records.
-STATE_NAMES = {"exp_avg": "m", "exp_avg_sq": "v", "max_exp_avg_sq": "v_hat", "momentum_buffer": "b"}
+STATE_NAMES = {"exp_avg": "m", "exp_avg_sq": "v", "sum": "v", "max_exp_avg_sq": "v_hat", "momentum_buffer": "b"}
 GRADIENT_SUMS = ("m", "b")  # the states that are weighted sums of gradients
 
 

@@ -17,6 +17,7 @@ from lamina.base.registry import field_values
 from lamina.base.text import listed, plural
 from lamina.base.workers import this_worker
 from lamina.data import partitions
+from lamina.data.cropping import with_cropped_test
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
 from lamina.data.partitions import Partition
@@ -38,10 +39,12 @@ THREADED_FROM = 1_000_000  # parameters; below this a second thread costs more t
 
 
 def load_data(experiment: Experiment) -> Splits:
-    """Return the training and test data; with `data.validation`, held-out training data replace the test data."""
+    """Return the training and test data; with `data.validation`, held-out training data replace all test data."""
     data = experiment.data
     splits = experiment.objects.data or sources.load(data.name, data.dir, client=data.client, **data.options())
-    return splits if data.validation is None else hold_out(experiment, splits)
+    if data.validation is not None:
+        return hold_out(experiment, splits)
+    return splits if data.test_crop_pad is None else with_cropped_test(splits, data.test_crop_pad)
 
 
 def hold_out(experiment: Experiment, splits: Splits) -> Splits:

@@ -267,7 +267,7 @@ class Claim(_Section):
 
     text: str
     kind: Literal["order", "rounds_to", "gap"]
-    expect: list[str | list[str]]  # labels, the best first; an inner list is a tie
+    expect: list[str | list[str]]  # labels, the best first; an inner list is a tie, "*" a list of all others
     metric: str = "accuracy"  # a column of the metrics
     at: Literal["final", "best", "last"] | AtLeastOne = "final"  # order, gap: final is the mean of the last ten rounds
     within: AtLeastOne | None = None  # compare the first `within` rounds only, for runs of unequal length
@@ -297,6 +297,16 @@ class Experiment(_Section):
     tune: Tune = Field(default=Tune(), exclude=True)  # a run's configuration does not say what else was tried
     claim: list[Claim] = Field(default=[], exclude=True)  # changes nothing in a run, so no run's folder depends on it
     _objects: Objects = PrivateAttr(default_factory=lambda: NO_OBJECTS)  # passed from Python: no file holds them
+
+    @model_validator(mode="after")
+    def _claims_name_algorithms(self) -> Experiment:
+        """Replace "*" in claims by a list of the algorithms that the claim does not name."""
+        for claim in self.claim:
+            labels = [label for group in claim.expect for label in ([group] if isinstance(group, str) else group)]
+            named = {label.partition("@")[0] for label in labels}
+            others: list[str | list[str]] = [[name for name in self.compare.algorithms if name not in named]]
+            claim.expect[:] = [each for group in claim.expect for each in (others if group == "*" else [group])]
+        return self
 
     @property
     def objects(self) -> Objects:

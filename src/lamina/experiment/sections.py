@@ -86,6 +86,7 @@ class Data(Named):
     augment_flip: bool = True
     augment_crop_probability: Annotated[float, Field(gt=0, le=1)] = 1.0
     augment_fill: Fill = "black"
+    test_crop_pad: Annotated[int, Field(ge=1)] | None = None  # adds the test set "cropped": images cropped at random
     validation: Fraction | None = None  # of the training data, held out and evaluated on instead of the test data
     heldout_clients: HeldoutClients | None = None  # never train: a fraction, numbers, or values of the client column
     local_test: Fraction | None = None  # of every client's samples, to evaluate on

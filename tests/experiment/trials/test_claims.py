@@ -56,6 +56,30 @@ def test_an_order_is_reproduced_partly_or_not():
     assert len(grouped.pairs) == 2  # a and b are not told apart
 
 
+@pytest.mark.parametrize(
+    ("expect", "meaning"),
+    [
+        (["*", "fedavg"], [["fedams", "fedlamb", "mime"], "fedavg"]),
+        (["fedavg", "*"], ["fedavg", ["fedams", "fedlamb", "mime"]]),
+        (["*", ["fedavg", "fedlamb@Z=3"]], [["fedams", "mime"], ["fedavg", "fedlamb@Z=3"]]),
+    ],
+    ids=str,
+)
+def test_a_star_is_a_list_of_all_other_algorithms(expect, meaning):
+    tree = {"compare": {"algorithms": ["fedavg", "fedams", "fedlamb", "mime"]}}
+    (claim,) = parse(tree | {"claim": [{"text": "all", "kind": "order", "expect": expect}]}).claim
+    assert claim.expect == meaning
+
+
+def test_a_star_without_other_algorithms_is_refused():
+    alone = {
+        "compare": {"algorithms": ["fedavg"]},
+        "claim": [{"text": "all", "kind": "order", "expect": ["*", "fedavg"]}],
+    }
+    with pytest.raises(BadInput, match="name at least two, the best first"):
+        claims.check(parse(alone))
+
+
 def test_a_lead_that_is_less_than_its_interval_is_a_tie():
     # differences 0.1 and 0.3: mean 0.2, standard error 0.1, times 12.7
     two = {"a": entry("a", [0.5], [0.9]), "b": entry("b", [0.4], [0.6])}
