@@ -44,7 +44,7 @@ test-all: lint
 
 .PHONY: test-federation
 test-federation: $(VENV)/.installed
-	$(BIN)/pytest -vv -s --durations=0 tests/federation
+	$(BIN)/pytest -v -n 2 --dist loadfile --durations=0 tests/federation
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
