@@ -34,8 +34,8 @@ from lamina.training.metrics import DIAGNOSTICS
 MIME_IS = " (in the Fed-LAMB paper's sense)"  # the index explains it once, so labels leave it out
 RESULTS = Path(__file__).parent / "results"
 WHOLE = ["algorithm", "learning_rate", "seed", "round"]  # columns that are not rounded
-COLUMNS = ["accuracy", "accuracy@cropped", "loss", "train_loss", "consistency", "update_norm"]
-COLUMNS += ["bytes_down", "bytes_up", "client_accuracy"]
+COLUMNS = ["accuracy", "loss", "train_loss", "consistency", "update_norm"]
+COLUMNS += ["bytes_down", "bytes_up", "client_accuracy", "accuracy@cropped"]
 COLUMNS += [column for columns in DIAGNOSTICS.values() for column in columns] + ["clock_seconds"]
 # Significant digits; above LARGE bytes, fewer digits, then only the accuracy of some rounds.
 DIGITS, FEWER_DIGITS, LARGE = 5, 4, 300_000
