@@ -162,6 +162,10 @@ def test_another_bound_or_count_is_another_release():
         ({"quantile": 1.0}, "privacy: quantile = 1"),
         ({"bound_rate": 0.0}, "privacy: bound_rate = 0"),
         ({"count_noise": 1.0}, "count_noise = 1 leaves no noise multiplier of 2"),
+        ({"quantile": None, "count_noise": 3.0}, "privacy: count_noise acts on a bound that follows a quantile"),
+        ({"quantile": None, "bound_rate": 0.5}, "privacy: bound_rate acts on a bound that follows a quantile"),
+        ({"secret": 5}, "privacy: secret = 5 is not the name of a file"),
+        ({"secret": "/"}, "cannot read the secret '/': Is a directory"),
     ],
 )
 def test_what_is_impossible_is_refused_in_one_line(run_of, privacy, message):

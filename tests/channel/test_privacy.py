@@ -296,3 +296,7 @@ def test_noise_that_a_thread_draws_ahead_is_the_same():
         for name in names:
             assert torch.equal(ahead.of_round(name, number, like), alone.of_round(name, number, like))
     assert not ahead._ahead
+
+
+def test_noise_does_not_show_its_key():
+    assert "fixed" not in repr(Noise(b"fixed", 0.1))

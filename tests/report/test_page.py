@@ -329,11 +329,14 @@ def test_dark_and_light(opened):
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
-@pytest.mark.parametrize("runs", ["two", "timed"])
+@pytest.mark.parametrize("runs", ["two", "timed", "private"])
 @pytest.mark.parametrize(("losses", "targets"), [(False, [0.6, 0.8, 0.9, 0.99]), (True, [0.01, 0.7, 1.0])])
 def test_the_page_computes_the_same_costs(runs, losses, targets, request):
     """Without an accuracy, targets are losses: here 2 / round."""
-    two = request.getfixturevalue(runs)
+    two = request.getfixturevalue("two" if runs == "private" else runs)
+    if runs == "private":  # with secret cohorts, it tells no seconds
+        for file in two.rglob("metrics.jsonl"):
+            file.write_text(re.sub(r'"seconds": [^,}]*, ', "", file.read_text()))
     if losses:
         for file in two.rglob("metrics.jsonl"):
             file.write_text(re.sub(r', "accuracy": [^,}]*', "", file.read_text()))

@@ -4,6 +4,8 @@ import csv
 import io
 import math
 
+import pytest
+
 import helpers
 from lamina import History
 from lamina.report import build, tables
@@ -145,6 +147,16 @@ def test_the_configuration_tables(two):
     assert rows["train.seed"] == ["0, 1", "0, 1"]
     assert ["model.hidden", "16"] in common.rows
     assert not {key for key, *_ in common.rows} & set(rows)
+
+
+@pytest.mark.parametrize("is_private", [False, True])
+def test_digests_of_private_data_are_in_no_report(tmp_path, is_private):
+    privacy = {"privacy": {"bound": 1.0}} if is_private else {}
+    for seed in (0, 1):
+        data = {"name": "mine", "content": "abc", "test_content": f"def{seed}"}
+        write_run(tmp_path / str(seed), [0.5], seed=seed, data=data, **privacy)
+    shown = " ".join(map(str, tables.config_tables(curves_in(tmp_path))))
+    assert ("abc" in shown, "def1" in shown) == (not is_private, not is_private)
 
 
 def test_the_runs_table(tmp_path):

@@ -59,6 +59,12 @@ def check_number(
     raise BadInput(f"{name} = {short_repr(value)} is not a number {bounds}")
 
 
+def check_switch(name: str, value: Any) -> None:
+    """Refuse a value that is neither true nor false."""
+    if not isinstance(value, bool):
+        raise BadInput(f"{name} = {short_repr(value)} is neither true nor false")
+
+
 def check_seed(seed: Any) -> None:
     """Refuse a seed that is not a whole number, or too long for the name of a folder."""
     if not is_whole(seed) or not LEAST_SEED <= seed <= MOST_SEED:

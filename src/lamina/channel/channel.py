@@ -25,6 +25,7 @@ from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.rehearsal import sent_vectors
 from lamina.base import rng
 from lamina.base.errors import BadInput, short_repr, unknown
+from lamina.base.limits import check_switch
 from lamina.base.registry import field_values, refuse_unknown_options
 from lamina.channel.codecs import Codec, Codecs, Part, Streams, as_codecs, decode, encode, floats, name_of
 from lamina.objective.layers import Layers
@@ -88,8 +89,7 @@ class Channel:
     def __post_init__(self) -> None:
         if not isinstance(self.fields, Mapping):
             raise BadInput(f"channel: fields = {short_repr(self.fields)} is no table of codecs by field of the upload")
-        if not isinstance(self.feedback, bool):
-            raise BadInput(f"channel: feedback = {short_repr(self.feedback)} is neither true nor false")
+        check_switch("channel: feedback", self.feedback)
         if self.down not in (None, "bf16"):
             raise unknown("channel: down", str(self.down), ["bf16"])
         object.__setattr__(self, "codec", _codecs(self.codec))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lamina.base import rng
 from lamina.base.errors import BadInput, unknown
-from lamina.base.limits import check_count, check_number
+from lamina.base.limits import check_count, check_number, check_switch
 from lamina.base.registry import create_named, explain_options
 from lamina.channel.groups import Groups, positive
 
@@ -125,6 +125,7 @@ class QSGD(Codec):
     def __post_init__(self) -> None:
         check_count("codec 'qsgd': bits", self.bits, 16, least=2)
         check_count("codec 'qsgd': bucket", self.bucket)
+        check_switch("codec 'qsgd': at_random", self.at_random)
 
     @property
     def _steps(self) -> int:
@@ -229,6 +230,10 @@ class RandK(_Share):
 
     scaled: bool = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_switch("codec 'randk': scaled", self.scaled)
+
     def encode(self, values: Tensor, sizes: Sequence[int], stream: Tensor) -> list[Part]:
         """Return the numbers."""
         places, lengths = self._places(values, values.shape[-1], stream)
@@ -275,6 +280,7 @@ class Sketch(_Share):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("codec 'sketch': rows", self.rows)
+        check_switch("codec 'sketch': scaled", self.scaled)
 
     def count(self, n: int) -> int:
         """Return how many sums are sent for a vector of n numbers: as many for each row."""

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,7 @@ from lamina.algorithms.contract import Algorithm, Number
 from lamina.algorithms.rehearsal import sent_fields
 from lamina.base import secret_rng
 from lamina.base.errors import BadInput, short_repr
-from lamina.base.limits import check_count, check_number
+from lamina.base.limits import check_count, check_number, check_switch
 from lamina.base.registry import refuse_unknown_options
 from lamina.objective.layers import Layers
 
@@ -50,7 +51,7 @@ class Register(Protocol):
 class Noise:
     """The noise of one run on the means of its rounds. Whoever knows the key can take the noise away."""
 
-    key: bytes
+    key: bytes = field(repr=False)
     deviation: float  # on the mean, for a bound of 1
     coefficients: tuple[float, ...] = (1.0,)  # of correlated noise; see lamina.privacy.correlated
     count_deviation: float = 0.0  # on the part of the cohort within an adaptive bound
@@ -204,11 +205,9 @@ class Privacy:
             check_number("privacy: epsilon", self.epsilon, above=0)
         if self.rounds is not None:
             check_count("privacy: rounds", self.rounds)
-        if not isinstance(self.secret_cohorts, bool):
-            raise BadInput(f"privacy: secret_cohorts = {short_repr(self.secret_cohorts)} is neither true nor false")
+        check_switch("privacy: secret_cohorts", self.secret_cohorts)
         check_count("privacy: bands", self.bands)
-        if not isinstance(self.debias, bool):
-            raise BadInput(f"privacy: debias = {short_repr(self.debias)} is neither true nor false")
+        check_switch("privacy: debias", self.debias)
         if self.quantile is not None:
             check_number("privacy: quantile", self.quantile, above=0, below=1)
             if isinstance(self.bound, Mapping):
@@ -216,6 +215,11 @@ class Privacy:
         check_number("privacy: bound_rate", self.bound_rate, above=0)
         if self.count_noise is not None:
             check_number("privacy: count_noise", self.count_noise, above=0)
+        if self.quantile is None and (self.count_noise is not None or self.bound_rate != type(self).bound_rate):
+            name = "bound_rate" if self.count_noise is None else "count_noise"
+            raise BadInput(f"privacy: {name} acts on a bound that follows a quantile: give quantile, too")
+        if self.secret is not None and not isinstance(self.secret, str | PathLike):
+            raise BadInput(f"privacy: secret = {short_repr(self.secret)} is not the name of a file")
 
     def check(self, algorithm: Algorithm, layers: Layers) -> None:
         """Refuse bounds that are not one for each field of the algorithm's upload."""

@@ -206,7 +206,7 @@ function costToTarget(curve, target) {
   const firsts = (seeds) => seeds.map((steps) => steps.find(reaches)).filter(Boolean);
   const reached = firsts(curve.steps);
   const take = (steps, place) =>
-    (steps.length && steps.length === curve.steps.length ? mean(steps.map((step) => step[place])) : NaN);
+    (steps.length && steps.length === curve.steps.length ? mean(steps.map((step) => step[place] ?? NaN)) : NaN);
   return {
     reached: reached.length, seeds: curve.steps.length, touch: take(firsts(curve.touches), 0),
     costs: [0, 2, 3, 4].map((place) => take(reached, place)),

@@ -159,17 +159,23 @@ def _curve(curve: Trial, columns: Sequence[str], report: Report) -> dict[str, An
     }
 
 
-def _steps(history: History, metric: str) -> list[list[float]]:
+def _steps(history: History, metric: str) -> list[list[float | None]]:
     """Return round, level, bytes and both seconds wherever the kept level improves: the cost of staying at a target."""
     levels = history.kept_level(metric, optional=True)
     places = _improvements(levels)
     down, up, seconds = (history.array(name, optional=True) for name in ("bytes_down", "bytes_up", "seconds"))
     with np.errstate(over="ignore"):
         costs = [np.nan_to_num(np.nancumsum(cost)) for cost in (down + up, seconds)]  # JSON has no infinity
+    if "seconds" not in history.columns:  # a private run with secret cohorts has none
+        costs[1] = np.full_like(costs[0], np.nan)
     if CLOCK in history.columns:
         costs.append(history.array(CLOCK))
     rounds = history.array("round", optional=True)[places].astype(int).tolist()
-    return [list(step) for step in zip(rounds, *(column[places].tolist() for column in (levels, *costs)), strict=True)]
+    return [list(step) for step in zip(rounds, *(_or_none(column[places]) for column in (levels, *costs)), strict=True)]
+
+
+def _or_none(values: NDArray[np.float64]) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values.tolist()]
 
 
 def _touches(history: History, metric: str) -> list[list[float]]:

@@ -18,7 +18,7 @@ from lamina.experiment.trials.pairs import paired_difference
 from lamina.experiment.trials.settings import short_names, shown, shown_name
 from lamina.experiment.trials.trial import Trial
 from lamina.experiment.trials.tune import Tuning
-from lamina.report.curves import differing, folder_name, sections, text
+from lamina.report.curves import DIGESTS, differing, folder_name, sections, text
 from lamina.training.history import History, mean, values
 from lamina.training.metrics import is_percent, smaller_is_better, with_unit
 
@@ -371,11 +371,7 @@ def trials_table(tuning: Tuning) -> Table:
 
 def config_tables(curves: Sequence[Trial]) -> tuple[Table, Table]:
     """Return the settings that differ between curves, a column each, and those common to all runs."""
-    # The comparison that a run was part of is not a setting of the run.
-    by_curve = [
-        [{k: v for k, v in flatten(sections(run)).items() if not k.startswith("compare.")} for run in curve.records]
-        for curve in curves
-    ]
+    by_curve = [[_shown_settings(run) for run in curve.records] for curve in curves]
     keys, common = _compare_settings([settings for of_curve in by_curve for settings in of_curve])
     rows = []
     for key in keys:
@@ -386,6 +382,14 @@ def config_tables(curves: Sequence[Trial]) -> tuple[Table, Table]:
         Table("configuration", ["key", *(curve.name for curve in curves)], rows),
         Table("common-configuration", ["key", "value"], common),
     )
+
+
+def _shown_settings(run: Record) -> dict[str, object]:
+    """Return a run's settings, without the comparison that it was part of, and without digests of private data."""
+    settings = flatten(sections(run))
+    is_private = any(key.startswith("privacy.") for key in settings)
+    digests = [key for key in settings if is_private and key.endswith(DIGESTS)]
+    return {key: value for key, value in settings.items() if not key.startswith("compare.") and key not in digests}
 
 
 def runs_tables(curves: Sequence[Trial]) -> tuple[Table, Table]:

@@ -259,7 +259,10 @@ def _secret(path: Path) -> bytes:
                 os.link(new, path)
             new.unlink()
             sync_folder(path.parent)
-    secret = path.read_bytes()
+    try:
+        secret = path.read_bytes()
+    except OSError as error:
+        raise BadInput(f"cannot read the secret '{path}': {error.strerror or error}") from error
     if len(secret) < SECRET_BYTES:
         raise BadInput(f"'{path}' holds {len(secret)} bytes, and the secret of noise has {SECRET_BYTES}: remove it")
     return secret
