@@ -74,7 +74,7 @@ RANGES = {  # of every numeric option: a value that is too low, and one that is 
 }
 
 
-@pytest.mark.parametrize("name", algorithms.BUILT_IN)
+@pytest.mark.parametrize("name", sorted(algorithms.BUILT_IN))
 def test_numbers_out_of_their_range_are_refused_in_one_line(name):
     cls = registry()[name]
     numeric = [n for n, hint in get_type_hints(cls).items() if n in declaration.options(cls) and hint in (int, Number)]
