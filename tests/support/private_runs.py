@@ -23,10 +23,10 @@ def private_runs(folder, hidden=7, **more):
 
     `more` are further keys of `privacy`.
     """
-    made = itertools.count()
+    numbers = itertools.count()
 
     def make(algorithm="fedavg", engine="loop", model=None, privacy=None, **changed):
-        secret = folder / f"secret-{next(made)}"
+        secret = folder / f"secret-{next(numbers)}"
         secret.write_bytes(b"s" * 32)
         given = {"bound": 0.5, "noise_multiplier": 2.0, "delta": 1e-3, "secret": str(secret), **more}
         settings = {"clients": 40, "participation": 0.25, "local_steps": 3, "batch_size": 4, "lr": 0.1}

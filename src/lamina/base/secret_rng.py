@@ -1,7 +1,8 @@
 """Random numbers that nobody can guess without the key, for differential privacy.
 
-`base/rng.py` mixes a seed into 64 bits, and torch's generators keep 32 bits of a seed: whoever tries all seeds finds
-the numbers, and can take noise away. These numbers come from ChaCha20, with a key of 256 bits for each tensor.
+`base/rng.py` mixes a seed into 64 bits, and torch's generators keep 32 bits of a seed: an attacker who tries all seeds
+finds the numbers, and can take the noise away. These numbers come from ChaCha20, with a key of 256 bits for each
+tensor.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Register(Protocol):
 
 @dataclass(frozen=True)
 class Noise:
-    """The noise of one run on the means of its rounds. Whoever knows the key can take the noise away."""
+    """The noise of one run on the means of its rounds. Anybody who knows the key can take the noise away."""
 
     key: bytes = field(repr=False)
     deviation: float  # on the mean, for a bound of 1

@@ -156,12 +156,13 @@ class CapturedSteps:
         self.capacity = work.rows
         self._stream = stream  # where steps are captured; None: on a stream for all
         self._kernels = kernels_for(work.local.y.device, work.local.y.dtype)
-        self._problem, self._pool, self._preparing = problem, pool, problem if problem.needs_host else None
+        self._problem, self._pool = problem, pool
+        self._host_problem = problem if problem.needs_host else None  # takes the samples of a step before it begins
         self._local = map_record(self._rows_like, work.local)
         self._down = map_record(self._like_broadcast, work.down)
         self._buffers = {name: self._rows_like(buffer) for name, buffer in work.buffers.items()}
         self._batches = map_record(self._steps_like, work.batches)
-        if self._preparing is not None:
+        if self._host_problem is not None:
             self._problem = self._with_prepared_samples(work)
         y = work.local.y
         self._numbers = {name: y.new_zeros(self.capacity, 1) for name in _numbers(work)}
@@ -230,12 +231,12 @@ class CapturedSteps:
 
     def _prepare(self, work: LocalWork, k: int, size: int) -> None:
         """Take the samples of step k, if the host must, and copy them to where the captured step reads them."""
-        if self._preparing is None or self._problem.prepared is None:
+        if self._host_problem is None or self._problem.prepared is None:
             return
         batch = map_record(lambda value: value[:, k], work.batches).first(size)
-        pairs = zip(self._problem.prepared, self._preparing.samples(batch), strict=True)
-        for target, source in ((t, s) for kept, new in pairs for t, s in zip(tensors(kept), tensors(new), strict=True)):
-            target[: work.rows, :size].copy_(source)
+        for buffers, samples in zip(self._problem.prepared, self._host_problem.samples(batch), strict=True):
+            for target, source in zip(tensors(buffers), tensors(samples), strict=True):
+                target[: work.rows, :size].copy_(source)
         if self._losses.is_cuda:  # pinned memory is free again when the GPU has read it
             self._sent_samples.append(torch.cuda.current_stream().record_event())
             if len(self._sent_samples) > STEPS_AHEAD:
@@ -267,9 +268,10 @@ class CapturedSteps:
                     rounded.copy_(target[:rows])
         for name, buffer in work.buffers.items():
             self._buffers[name][:rows].copy_(buffer)
-        for target, source in zip(self._batches, work.batches, strict=True):
-            is_read = self._preparing is None or source is work.batches.counts or source is work.batches.streams
-            if target is not None and source is not None and is_read:  # else the host has taken those samples
+        takes_samples = self._host_problem is None  # else the host has taken them
+        for name, target, source in zip(Batches._fields, self._batches, work.batches, strict=True):
+            is_used = takes_samples or name in ("counts", "streams")
+            if target is not None and source is not None and is_used:
                 target[:rows, :count].copy_(source)
         for target, number in [
             (self._lr, work.lr),
