@@ -1,6 +1,6 @@
-"""The page that compares locally adaptive methods: a table for each panel of ``adaptive-2026``, and one picture.
+"""The page that compares locally adaptive methods: one table and picture of all panels, then a table for each.
 
-The docs' front page includes its first part.
+The panels are the presets ``adaptive-2026…``. The docs' front page includes the part of all panels.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import matplotlib
 from appendix import bytes_of_a_round
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from record import Result
 from words import markdown, named
@@ -35,16 +36,28 @@ TITLES = {
 ABOVE, BELOW, OPEN = "#2a7f3f", "#b3312c", "#777777"
 
 TITLE = "# Locally adaptive methods beside FedAvg"
+COLUMN_TITLES = {  # of the table of all panels
+    "adaptive-2026": "digits",
+    "adaptive-2026-fmnist-200": "Fashion-MNIST, 200 of 200 clients",
+    "adaptive-2026-fmnist-25-of-50": "Fashion-MNIST, 25 of 50",
+    "adaptive-2026-cifar100": "CIFAR-100, Dirichlet 0.6",
+    "adaptive-2026-cifar100-skewed": "CIFAR-100, Dirichlet 0.1",
+    "adaptive-2026-shakespeare": "Shakespeare, a transformer",
+}
 SETTINGS = {  # what the titles leave out
     "adaptive-2026": "20 clients (Dirichlet 0.5), ten active, an MLP, five local steps, 60 rounds",
 }
 SEED_HISTORY = {"adaptive-2026": "We first ran five seeds, then ten."}  # notes.toml: how a panel got its seeds
 BARELY = 0.1  # points between 0 and the nearer end of an interval
+LOWEST = -12.0  # points: the picture writes smaller differences as numbers at its left edge
 GRIDS = """Every method has the same number of candidates: seven learning rates times two values of one further option.
 The further option differs by method. Weight decay is tuned for FedAvg only; others keep their default: 0.01 for
 LocalAdam, FedLADA, Local AdamW, FedAdamW, Local Muon and FedMuon, 0.1 for DiLoCo, and none for the rest. Settings
 are chosen on held-out training data, with one seed that is not reported. With the same seed, all methods have the same
 initial weights, clients and batches."""
+OVERVIEW = """The table shows by how many points a method's test accuracy is above FedAvg's: the mean of the last ten
+rounds, with the 95 % interval over seeds. Bold: the interval is above 0. At the top are the methods with the most
+panels above FedAvg, less those below it."""
 COLUMNS = """- *Accuracy* is the mean of the last ten rounds on the test data, with its standard deviation over seeds.
 - *Difference* is the mean over seeds of the difference to FedAvg with the same seed, with its 95 % interval (Student's
   t). Each interval is for one method alone: no correction is made for looking at many.
@@ -192,25 +205,62 @@ def close_calls(name: str, rows: Sequence[Row]) -> str:
     return " ".join(filter(None, [SEED_HISTORY.get(name, ""), barely]))
 
 
+def overview(panels_rows: Mapping[str, Sequence[Row]]) -> str:
+    """Return the table of all panels: each method's difference to the baseline."""
+    pairs: dict[str, dict[str, Pair]] = {}
+    for panel, rows in panels_rows.items():
+        for row in rows:
+            if row.pair:
+                pairs.setdefault(row.name, {})[panel] = row.pair
+
+    def balance(name: str) -> tuple[int, float]:
+        """Return panels below minus panels above, then the mean difference with its sign reversed."""
+        found = pairs[name].values()
+        outcomes = [pair.outcome for pair in found]
+        return (
+            outcomes.count("wrong") - outcomes.count("right"),
+            -mean([pair.lead.mean if pair.lead else -1.0 for pair in found]),
+        )
+
+    def cell(pair: Pair | None) -> str:
+        if pair is None:
+            return NONE
+        return f"**{difference(pair)}**" if pair.outcome == "right" else difference(pair)
+
+    head = ["method", *(COLUMN_TITLES[panel] for panel in panels_rows)]
+    lines = [
+        [named(name), *(cell(pairs[name].get(panel)) for panel in panels_rows)] for name in sorted(pairs, key=balance)
+    ]
+    return markdown(head, lines)
+
+
 def page(results: Sequence[Result], findings: Mapping[str, Sequence[Finding]]) -> str:
     """Return the page; what the docs' front page includes is between its two comments."""
     shown = panels(results)
+    panels_rows = {one.name: rows_of(one, findings[one.name]) for one in shown}
     front = ["<!-- front page -->", GRIDS]
-    for result in shown:
-        rows = rows_of(result, findings[result.name])
-        seeds = max(len(row.accuracies) for row in rows)
-        setting = f"{SETTINGS[result.name]}, " if result.name in SETTINGS else ""
-        text = f"**{TITLES[result.name]}**: {setting}{seeds} seeds ([details](appendix/{result.name}.md))."
-        remarks = (counted(rows), edges(result), close_calls(result.name, rows), held_out_order(result, rows))
-        front += [text, table(result, rows, findings[result.name]), " ".join(filter(None, remarks))]
     if shown:
+        front += [OVERVIEW, overview(panels_rows)]
         front.append(f"![Difference of every method to FedAvg, with its interval]({PICTURE})")
-    missing = [f"- {title} (`{name}`)" for name, title in TITLES.items() if name not in {one.name for one in shown}]
+    missing = [f"- {title} (`{name}`)" for name, title in TITLES.items() if name not in panels_rows]
     if missing:
         front.append("\n".join(["Not run yet:", "", *missing]))
-    if [one.name for one in shown] == [PANEL]:
-        front.append(one_data_set(rows_of(shown[0], findings[PANEL])))
-    return "\n\n".join([TITLE, *front, "<!-- end of front page -->", COLUMNS]) + "\n"
+    if [*panels_rows] == [PANEL]:
+        front.append(one_data_set(panels_rows[PANEL]))
+    parts = []
+    for result in shown:
+        rows = panels_rows[result.name]
+        seeds = max(len(row.accuracies) for row in rows)
+        setting = f"{SETTINGS[result.name]}, " if result.name in SETTINGS else ""
+        text = f"{setting}{seeds} seeds ([details](appendix/{result.name}.md))."
+        remarks = (counted(rows), edges(result), close_calls(result.name, rows), held_out_order(result, rows))
+        parts += [
+            f"## {TITLES[result.name]}",
+            text,
+            table(result, rows, findings[result.name]),
+            " ".join(filter(None, remarks)),
+        ]
+    return "\n\n".join([TITLE, *front, "<!-- end of front page -->", *parts, "## Columns", COLUMNS]) + "\n"
 
 
 def digest(results: Sequence[Result]) -> str:
@@ -225,23 +275,34 @@ def picture(results: Sequence[Result], findings: Mapping[str, Sequence[Finding]]
         drawn = [
             (one, [row for row in rows_of(one, findings[one.name]) if row.pair and row.pair.lead]) for one in shown
         ]
-        figure = Figure(figsize=(7.0, sum(0.24 * len(rows) + 1.1 for _, rows in drawn)), layout="constrained")
-        parts = figure.subplots(len(drawn), 1, squeeze=False, height_ratios=[len(rows) + 1 for _, rows in drawn])[:, 0]
-        for axes, (result, rows) in zip(parts, drawn, strict=True):
-            for height, row in enumerate(rows):
-                assert row.pair
-                assert row.pair.lead
-                low, middle, high = (
-                    100 * number for number in (row.pair.lead.low, row.pair.lead.mean, row.pair.lead.high)
-                )
-                colour = ABOVE if low > 0 else BELOW if high < 0 else OPEN
-                axes.plot([low, high], [height, height], color=colour, linewidth=1.6)
-                axes.plot([middle], [height], "o", color=colour, markersize=4.5)
-            labels = [named(row.name).replace("\\", "") for row in rows]
-            axes.set_yticks(range(len(rows)), labels, fontsize=8)
-            axes.set_ylim(len(rows) - 0.3, -0.7)
-            axes.axvline(0, color="black", linewidth=0.8)
-            axes.set_title(TITLES[result.name], fontsize=9)
-            axes.set_xlabel("test accuracy minus FedAvg's, points [95 % interval]: right of 0 is better", fontsize=8)
-            axes.grid(axis="x", alpha=0.25)
+        pairs = [drawn[i : i + 2] for i in range(0, len(drawn), 2)]  # two panels side by side
+        heights = [max(len(rows) for _, rows in pair) + 1 for pair in pairs]
+        figure = Figure(figsize=(10.0, sum(0.24 * height + 0.9 for height in heights)), layout="constrained")
+        parts = figure.subplots(len(pairs), 2, squeeze=False, height_ratios=heights)
+        for axes in parts.flat[len(drawn) :]:
+            axes.set_visible(False)
+        for axes, (result, rows) in zip(parts.flat, drawn, strict=False):
+            draw(axes, TITLES[result.name], rows)
     return figure
+
+
+def draw(axes: Axes, title: str, rows: Sequence[Row]) -> None:
+    """Draw a panel: a line for each method."""
+    for height, row in enumerate(rows):
+        assert row.pair
+        assert row.pair.lead
+        low, middle, high = (100 * number for number in (row.pair.lead.low, row.pair.lead.mean, row.pair.lead.high))
+        colour = ABOVE if low > 0 else BELOW if high < 0 else OPEN
+        if middle < LOWEST:
+            edge = axes.get_yaxis_transform()  # x in parts of the width
+            axes.text(0.01, height, f"◂ {middle:.1f}", color=colour, fontsize=8, va="center", transform=edge)
+            continue
+        axes.plot([low, high], [height, height], color=colour, linewidth=1.6)
+        axes.plot([middle], [height], "o", color=colour, markersize=4.5)
+    labels = [named(row.name).replace("\\", "") for row in rows]
+    axes.set_yticks(range(len(rows)), labels, fontsize=8)
+    axes.set_ylim(len(rows) - 0.3, -0.7)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel("test accuracy minus FedAvg's, points [95 % interval]: right of 0 is better", fontsize=8)
+    axes.grid(axis="x", alpha=0.25)

@@ -24,6 +24,7 @@ import adaptive  # noqa: E402
 import figures  # noqa: E402
 import page  # noqa: E402
 import record  # noqa: E402
+from words import named  # noqa: E402
 
 PAPERS = reproduction.papers()
 RESULTS = ROOT / "reproduction" / "results"
@@ -51,6 +52,11 @@ def digits():
     return record.read_result(RESULTS / "adaptive-2026")
 
 
+def panel_of(result):
+    """Return the part of the page below the part of all panels."""
+    return adaptive.page([result], {result.name: page.findings_of(result, PAPERS)}).split("end of front page")[1]
+
+
 def by_hand(column, name):
     """The values of a column in the record, by seed and round."""
     with (RESULTS / "adaptive-2026" / "as-given" / "rounds.csv").open(newline="") as file:
@@ -60,7 +66,7 @@ def by_hand(column, name):
 
 
 def test_the_table_has_means_of_the_last_ten_rounds_and_paired_differences(digits):
-    text = adaptive.page([digits], {digits.name: page.findings_of(digits, PAPERS)})
+    text = panel_of(digits)
     last_ten = {
         name: [100 * statistics.fmean(seed[number] for number in range(51, 61)) for seed in by_hand("accuracy", name)]
         for name in ("fedavg", "fedams")
@@ -73,8 +79,19 @@ def test_the_table_has_means_of_the_last_ten_rounds_and_paired_differences(digit
     assert row[1] == f"{lead:+.2f} [{lead - margin:+.2f}, {lead + margin:+.2f}]"
 
 
-def test_the_cost_to_the_target_is_the_rounds_times_a_round(digits):
+def test_the_table_of_all_panels_has_the_same_differences_and_marks_what_is_above(digits):
     text = adaptive.page([digits], {digits.name: page.findings_of(digits, PAPERS)})
+    overview, panel = text.split("<!-- end of front page -->")
+    for row in adaptive.rows_of(digits, page.findings_of(digits, PAPERS)):
+        if row.pair:
+            shown = cells(panel, named(row.name))[1]
+            is_above = float(re.search(r"\[(\S+),", shown)[1]) > 0
+            assert cells(overview, named(row.name)) == [f"**{shown}**" if is_above else shown]
+    assert overview.index("| Fed-AMS") < overview.index("| FedSPS") < overview.index("| LocalAdam")
+
+
+def test_the_cost_to_the_target_is_the_rounds_times_a_round(digits):
+    text = panel_of(digits)
     # By hand: FedAvg's 4,810 parameters of 4 bytes go to and come from ten clients in every round.
     rounds, megabytes, seconds = map(float, cells(text, "FedAvg (Fed-SGD)")[2:])
     assert megabytes == pytest.approx(rounds * 2 * 10 * 4 * 4810 / 1e6, rel=5e-3)
