@@ -50,7 +50,8 @@ UNITS: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [  # down, up, c
     ("mime", {"momentum": "restart"}, (2, 2, 0)),
     ("mime", {"momentum": "average"}, (3, 3, 0)),
     ("mime", {"momentum": "server"}, (3, 2, 0)),
-    ("mime", {"preset": "mime"}, (4, 2, 0)),
+    ("mime", {"preset": "mime"}, (4, 3, 0)),
+    ("mimelamb", {"control_variate": True}, (3, 3, 1)),
     ("fedlada", {}, (3, 2, 0)),
     ("fedlada", {"amendment": "per_client"}, (3, 3, 0)),
     ("fedlada_lamb", {}, (3, 2, 0)),
@@ -77,6 +78,34 @@ def test_models_and_single_numbers(name: str, numbers: Any, kept: int) -> None:
     for row in simulate(make(name)).run(2):
         assert row["bytes_down"] == 3 * (BYTES + 8 * numbers[0])
         assert row["bytes_up"] == 3 * (BYTES + 8 * numbers[1])
+
+
+# Linear(4, 5), BatchNorm and Linear(5, 3) have 25, 10 and 18 parameters; BatchNorm has 10 statistics. The server sends
+# x and the statistics, a client its gradient at x; then the server sends v_hat, m, the mean gradient and the statistics
+# again, and a client its delta, its gradient again and the statistics.
+BOTH_EXCHANGES: list[tuple[dict[str, Any], int, int]] = [
+    ({}, 4 * (53 + 10) + 4 * (3 * 53 + 10), 4 * 53 + 4 * (2 * 53 + 10)),
+    (
+        {"channel": {"codec": "bf16", "down": "bf16"}},  # two bytes a number, but not in the first gradient
+        (2 * 53 + 4 * 10) + (2 * 3 * 53 + 4 * 10),
+        4 * 53 + (2 * 2 * 53 + 4 * 10),
+    ),
+    ({"private": ["1.*", "2.*"]}, 4 * 25 + 4 * 3 * 25, 4 * 25 + 4 * 2 * 25),
+]
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+@pytest.mark.parametrize(("settings", "down", "up"), BOTH_EXCHANGES, ids=["plain", "channel", "private"])
+def test_both_exchanges_of_a_control_variate_count(settings: Any, down: int, up: int, engine: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
+    data = torch.randn(20, 4), torch.arange(20) % 3
+    algorithm = make("mime", {"preset": "mime"})
+    simulation = lamina.Simulation(
+        model, data, algorithm, clients=4, participation=0.5, engine=engine, device="cpu", **settings
+    )
+    for row in simulation.run(2):
+        assert (row["clients"], row["bytes_down"], row["bytes_up"]) == (2, 2 * down, 2 * up)
 
 
 def test_paper_convention() -> None:

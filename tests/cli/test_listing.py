@@ -5,10 +5,11 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 import lamina
 from helpers import call
-from lamina import __version__
+from lamina import __version__, models
 from lamina.experiment.trials.tune import paper_grids
 
 HEAVY = ("torch", "numpy", "pydantic", "matplotlib", "sklearn", "lamina.experiment")
@@ -59,6 +60,20 @@ def test_show_says_what_an_experiment_trains_and_sends(tmp_path, capsys):
         file.write_text(f'model = {{ name = "mlp", hidden = 4 }}\n[run]\nengine = "{engine}"\n')
         assert call("show", str(file)) == 0
         assert f"engine {engine} on cpu: engine='{engine}' was asked for" in capsys.readouterr().out
+
+
+def test_show_counts_both_exchanges_of_the_original_mime(tmp_path, capsys):
+    file = tmp_path / "original.toml"
+    model = 'model = { name = "resnet9", width = 4, norm = "batch" }\n'
+    file.write_text(model + 'algorithm = { name = "mime", preset = "mime" }\n')
+    assert call("show", str(file)) == 0
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("mime "))
+    net = models.create("resnet9", (1, 8, 8), 10, width=4, norm="batch")
+    size = 4 * sum(parameter.numel() for parameter in net.parameters())
+    channels = sum(norm.num_features for norm in net.modules() if isinstance(norm, nn.BatchNorm2d))
+    statistics = 4 * 2 * channels  # a mean and a variance for each
+    expected = [4 * size + 2 * statistics, 3 * size + statistics, 0]
+    assert line.split()[1:6:2] == [f"{size / 1e3:.1f}" for size in expected]
 
 
 def test_show_describes_a_class_of_the_users_own(capsys):

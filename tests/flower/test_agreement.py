@@ -105,19 +105,28 @@ def test_batch_norm_statistics_travel_with_the_model(tmp_path):
     assert not torch.equal(setup.weights()["1.running_mean"], torch.zeros(8))
 
 
+def test_batch_norm_statistics_travel_in_both_exchanges_of_the_original_mime(tmp_path):
+    clock = {"step_seconds": 0.1, "download": 2.0, "upload": [0.001, 0.002, 0.1, 1.0], "latency": 0.5}
+    setup = Setup(tmp_path, MIME, model=lambda: small_model(norm=True), batch_size=16, rounds=3, clock=clock)
+    setup.run()
+    assert_like_the_simulation(setup)  # the seconds on the clock, too
+    model, statistics = 4 * (6 * 8 + 8 + 2 * 8 + 8 * 3 + 3), 4 * 2 * 8
+    assert setup.rows[0]["bytes_down"] == 3 * (4 * model + 2 * statistics)
+    assert setup.rows[0]["bytes_up"] == 3 * (3 * model + statistics)
+
+
 def test_the_original_mime_needs_two_exchanges(tmp_path):
     setup = Setup(tmp_path, MIME, rounds=3, weighting="examples")
     grid = setup.run()
-    assert_like_the_simulation(setup, without=("bytes_up",))
+    assert_like_the_simulation(setup)
     kinds = [message.metadata.message_type for _, message in grid.seen if message.metadata.group_id == "2"]
     assert kinds == ["train.gradient"] * 3 + ["train"] * 3
     # the nodes keep x of the first exchange, so only the gradient travels twice
     second = [set(message.content["down"]) for _, message in grid.seen if is_train(message, 2)]
     assert second == [{"v_hat", "m", "mean_gradient"}] * 3
-    simulation = setup.simulation()
-    simulation.run(1)
-    model = simulation.objective.start.numel() * 4
-    assert setup.rows[0]["bytes_up"] == simulation.history[0]["bytes_up"] + 3 * model
+    model = 4 * (6 * 8 + 8 + 8 * 3 + 3)
+    assert setup.rows[0]["bytes_down"] == 3 * 4 * model  # x; then v_hat, m and the mean gradient
+    assert setup.rows[0]["bytes_up"] == 3 * 3 * model  # the gradient; then delta and the gradient
 
 
 @settings(max_examples=30)

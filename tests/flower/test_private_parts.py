@@ -38,8 +38,7 @@ def test_the_federation_agrees_with_the_simulation(algorithm, model, private, si
         return message if reply is None else reply
 
     setup.run(setup.grid(watch, watch))
-    # Mime's first exchange sends gradients up, which the ledger does not count
-    assert_like_the_simulation(setup, without=("bytes_up",) if algorithm is MIME else ())
+    assert_like_the_simulation(setup)
     assert sizes == {size}
 
 

@@ -26,7 +26,27 @@ def test_the_column_is_what_a_round_takes():
     assert column(simulation.run(3)) == pytest.approx([a_round, 2 * a_round, 3 * a_round])
 
 
-@pytest.mark.parametrize("algorithm", ["fedlamb", "mimelamb"])
+MIME = lamina.create("mime", "mime")  # the original, of two exchanges
+
+
+def test_both_exchanges_of_the_original_mime_take_time():
+    # vectors of 480 bits: x down and a gradient up; then three down and two up. Gradients of five batches, then of five
+    # steps at two points each
+    clock = {"download": 0.001, "upload": 0.002, "step_seconds": 0.5, "latency": 1}
+    simulation = simulate(MIME, clock=clock, batch_size=2)
+    first = 480 / 1e3 + 480 / 2e3 + 5 * 0.5 + 1
+    second = 3 * 480 / 1e3 + 2 * 480 / 2e3 + 5 * 2 * 0.5 + 1
+    assert column(simulation.run(2)) == pytest.approx([first + second, 2 * (first + second)])
+
+
+@pytest.mark.parametrize(("deadline", "clients"), [(17.9, 2), (18.1, 3)])
+def test_a_deadline_is_for_both_exchanges(deadline, clients):
+    # a client sends three vectors of 480 bits; one of them at 80 bits a second
+    clock = {"upload": [80e-6, 1.0, 1.0], "deadline": deadline}
+    assert column(simulate(MIME, clock=clock).run(1), "clients") == [clients]
+
+
+@pytest.mark.parametrize("algorithm", ["fedlamb", "mimelamb", MIME], ids=str)
 def test_all_engines_drop_the_same_clients(algorithm):
     runs = [simulate(algorithm, clock=CHOOSING, engine=engine, **SETTINGS) for engine in ("loop", "stacked")]
     loop, stacked = (run.run(4) for run in runs)
@@ -60,7 +80,7 @@ def test_a_resumed_run_continues_its_clock(tmp_path, clock):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("algorithm", sorted(registry()))
+@pytest.mark.parametrize("algorithm", [*sorted(registry()), MIME], ids=str)
 def test_what_a_round_demands_is_known_before_the_first(algorithm):
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
     simulation = lamina.Simulation(model, (X, Y), algorithm, clients=3, device="cpu")

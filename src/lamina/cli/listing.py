@@ -146,6 +146,7 @@ def _show_experiment(file: Path) -> None:
     from lamina.experiment.trials.compare import with_algorithm
     from lamina.objective.objective import buffer_bytes
     from lamina.rounds.ledger import upload_bytes, wire_cost
+    from lamina.rounds.plan import count_exchanges
 
     experiment = load(file)
     names = [experiment.algorithm.name]
@@ -162,8 +163,9 @@ def _show_experiment(file: Path) -> None:
         cost = wire_cost(simulation.algorithm)
         record = simulation.start()[1]
         private_bytes = upload_bytes(record) - upload_bytes(unpack(record).client)  # the private parts
-        sent = [models * objective.shared_layers.size * size + statistics for models in (cost.down, cost.up)]
-        sizes = [*sent, cost.client_state * objective.layers.size * size + private_bytes]
+        down, up = (models * objective.shared_layers.size * size for models in (cost.down, cost.up))
+        down += statistics * count_exchanges(simulation.algorithm.needs(1))  # every message down has them
+        sizes = [down, up + statistics, cost.client_state * objective.layers.size * size + private_bytes]
         rows.append([name, *(f"{number / 1e3:,.1f} kB" for number in sizes), simulation.engine.name])
     out.print(table(("algorithm", "down", "up", "keeps", "engine"), rows, caption="per active client and round"))
     for name, why in dict.fromkeys((one.engine.name, one.engine.why) for one in simulations.values()):

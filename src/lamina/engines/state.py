@@ -15,7 +15,7 @@ from lamina.channel.privacy import Privacy
 from lamina.engines.divergence import diverged
 from lamina.objective.objective import Buffers, Objective, buffer_bytes
 from lamina.rounds.aggregation import MEAN, Aggregation, Mean, combine_uploads
-from lamina.rounds.ledger import Ledger
+from lamina.rounds.ledger import Ledger, bytes_besides_payload
 from lamina.rounds.plan import RoundFacts
 
 
@@ -196,15 +196,17 @@ def close_round(
     # Which clients hold a field tells who has taken part, so with secret cohorts it is sent to all every time.
     is_secret = sums.privacy is not None and sums.privacy.secret_cohorts
     versions = {} if is_secret else algorithm.down_versions(plan.number)
-    extra = buffer_bytes(objective.shared_buffers(state.buffers))  # BatchNorm statistics travel with the model
+    buffers = buffer_bytes(objective.shared_buffers(state.buffers))  # BatchNorm statistics travel with the model
+    more_down, more_up = bytes_besides_payload(algorithm.needs(plan.number), state.server.x, buffers)
+    upload = sums.channel.upload_bytes(algorithm, as_sent(algorithm, sums.up), layers)
     names = [name or "model" for name in objective.layers.group_names(algorithm.grouping)]
     report = RoundReport(
         train_loss=sums.loss,
         consistency=sums.spread + gap,  # mean_i ||delta_i - m||^2 = mean_i ||delta_i - D||^2 + ||D - m||^2, m = x+ - x
         update_norm=update_norm,
         bytes_down=state.ledger.down(sums.channel.narrow(down, layers), versions, plan.cohort)
-        + extra * len(plan.cohort),
-        bytes_up=(sums.channel.upload_bytes(algorithm, as_sent(algorithm, sums.up), layers) + extra) * len(plan.cohort),
+        + more_down * len(plan.cohort),
+        bytes_up=(upload + more_up) * len(plan.cohort),
         trust_ratios={} if sums.trust is None else dict(zip(names, sums.trust.tolist(), strict=True)),
         clip_bound=bound_of_round,
         down=down,

@@ -138,22 +138,24 @@ def _try_round(node: Node, context: Context, client: int, say: Say) -> None:
     layers, rate, needs = objective.shared_layers, protocol.rate(1), algorithm.needs(1)
     buffers = objective.shared_buffers(state.buffers)
     info = ServerInfo(1, rate, layers, participation=protocol.participation)
+    replies = []
     if needs.control_variate:
         sent_x = {"x": wire.encode(channel.narrow_vector(state.server.x, layers))}
         reply = node.send_gradient(write_message(plan, app, memory, buffers, sent_x, 1, client), context)
+        replies.append(reply)
         expected = Expected.plain(FullGradient(state.server.x), {}, None, setup.limits)
         info = info._replace(mean_gradient=checks.read_update(reply, expected, client).up.gradient)
     down = channel.seen_broadcast(algorithm.broadcast(state.server, info), layers)
     for _ in range(2):  # the first step of a process takes longer than all others
         arrays = wire.pack(channel.narrow(down, layers))
         reply = node.send_update(write_message(plan, app, memory, buffers, arrays, 1, client), context)
-    up, sent = wire.entries_of(reply, "up", ArrayRecord), in_bytes(wire.wire_bytes(reply))
+    replies.append(reply)
+    fields, sent = ", then ".join(map(_fields, replies)), in_bytes(sum(map(wire.wire_bytes, replies)))
     example = state.server.x if needs.full_gradient else None
     expected = Judge(setup, memory).expect(buffers, down, ClientInfo(1, rate, layers, full_gradient=example))
     update = checks.read_update(reply, expected._replace(steps=lambda examples: 1), client)
     steps, seconds = int(protocol.steps(np.array([update.examples]))[0]), node.training_seconds
     say(f"one local step: {seconds:.3f} s, loss {update.loss:.4f}; a round has {plural(steps, 'local step')}")
-    fields = ", ".join(f"{name} {list(array.shape)} {array.dtype}" for name, array in up.items())
     others = f", {plural(len(update.buffers), 'buffer')} of the model" if update.buffers else ""
     say(f"would send: {fields}{others}, numbers of examples and steps, mean loss: {sent} a round")
     if setup.evaluate_on != "central":
@@ -166,3 +168,9 @@ def _try_round(node: Node, context: Context, client: int, say: Say) -> None:
             f"{steps} local steps of {seconds:.3g} s take longer than the {setup.deadline:g} s that the server waits: "
             "raise deadline, or lower epochs or local_steps"
         )
+
+
+def _fields(reply: RecordDict) -> str:
+    """Return the names, shapes and types of the vectors in a reply."""
+    up = wire.entries_of(reply, "up", ArrayRecord)
+    return ", ".join(f"{name} {list(array.shape)} {array.dtype}" for name, array in up.items())

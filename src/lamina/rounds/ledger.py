@@ -1,7 +1,7 @@
 """The ledger: bytes that a round sends, counted from the payload itself.
 
-Engines ask the `Ledger` at the end of a round (`close_round`, which adds the model's buffers). A federation also counts
-what it really sends, in flower/mail.py.
+Engines ask the `Ledger` at the end of a round (`close_round`, which adds `bytes_besides_payload`). A federation also
+counts what it really sends, in flower/mail.py.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm
+from lamina.algorithms.contract import Algorithm, Needs
 from lamina.algorithms.rehearsal import trial_rounds
 from lamina.objective.layers import Layers
+from lamina.rounds.plan import count_exchanges
 
 
 def payload_bytes(payload: Any) -> dict[str, int]:
@@ -30,6 +32,21 @@ def payload_bytes(payload: Any) -> dict[str, int]:
 def upload_bytes(up: Any) -> int:
     """Return the bytes of one client's upload."""
     return sum(payload_bytes(up).values())
+
+
+def bytes_besides_payload(needs: Needs, x: Tensor, buffers: int) -> tuple[int, int]:
+    """Return the bytes that one client receives and sends in a round besides its Down and its Up.
+
+    Buffers are sent with every message down, and with the Up. For a control variate the server sends x ahead of the
+    rest of the Down, and the client answers with its full gradient at x, which passes no codec.
+
+    Args:
+        needs: what the algorithm asks for in this round.
+        x: the shared parameters.
+        buffers: the bytes of the model's shared buffers.
+    """
+    gradient = x.numel() * x.element_size() if needs.control_variate else 0
+    return count_exchanges(needs) * buffers, gradient + buffers
 
 
 class Ledger:
@@ -80,7 +97,7 @@ def wire_cost(algorithm: Algorithm) -> WireCost:
     ledger, down_bytes, up_bytes = Ledger(1), 0, 0
     for r, (down, up, _) in enumerate(trial, start=1):
         down_bytes += ledger.down(_vectors(down), algorithm.down_versions(r), np.zeros(1, dtype=np.int64))
-        up_bytes += upload_bytes(_vectors(up))
+        up_bytes += upload_bytes(_vectors(up)) + bytes_besides_payload(algorithm.needs(r), x, buffers=0)[1]
     last_down, _, client = trial[-1]
     cached = payload_bytes(_vectors(last_down))
     kept = sum(payload_bytes(_vectors(client)).values())

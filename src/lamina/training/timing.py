@@ -14,7 +14,7 @@ from lamina.data.dataset import Dataset
 from lamina.engines.state import copy_buffers
 from lamina.objective.batch import take
 from lamina.objective.objective import Objective, buffer_bytes
-from lamina.rounds.ledger import payload_bytes
+from lamina.rounds.ledger import bytes_besides_payload, payload_bytes
 from lamina.rounds.plan import Demand, Plan
 from lamina.rounds.timeline import Timeline
 from lamina.training.history import History
@@ -74,8 +74,9 @@ def demand_of(algorithm: Algorithm, objective: Objective, channel: Channel) -> D
         trial_step(algorithm, algorithm.begin(down, client, info), down, x, info), down, client, info
     )
     buffers = buffer_bytes(objective.shared_buffers(objective.buffers))
+    more_down, more_up = bytes_besides_payload(needs, x, buffers)
     sent_down = sum(payload_bytes(channel.narrow(down, layers)).values())
-    return Demand(sent_down + buffers, channel.upload_bytes(algorithm, up, layers) + buffers, algorithm.needs)
+    return Demand(sent_down + more_down, channel.upload_bytes(algorithm, up, layers) + more_up, algorithm.needs)
 
 
 def timeline_of(plan: Plan, algorithm: Algorithm) -> Timeline | None:

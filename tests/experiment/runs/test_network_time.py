@@ -44,6 +44,7 @@ def forget(folder, *keys, partition=True):
     [
         ("fedlada", {}),
         ("mimelamb", {}),
+        (lamina.create("mime", "mime"), {}),
         (lamina.FedLamb(sync_every=3), {}),
         ("scaffold", {"sampling": "bernoulli", "epochs": 2}),
         ("fedavg", {"heldout_clients": 0.3, "local_test": 0.25, "seed": 2**70}),
