@@ -42,10 +42,10 @@ test-all: lint
 	$(PYTEST) $(ALL) $(MEASURED) --cov=src/lamina/algorithms --cov-fail-under=100 --cov-report=term-missing:skip-covered
 	$(MAKE) test-federation
 
-# Files run side by side, because these tests wait more than they compute.
+# Four workers even on two cores, because these tests wait more than they compute. Their conftest.py shares them out.
 .PHONY: test-federation
 test-federation: $(VENV)/.installed
-	$(BIN)/pytest -vv -n 2 --dist loadfile --durations=0 tests/federation
+	$(BIN)/pytest -vv -n 4 --durations=0 tests/federation
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
