@@ -62,7 +62,7 @@ dist: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/speed.py $(BENCH)
 
-# torch is pinned by constraints.txt; the package itself accepts a range. Python compiles only what the demo imports.
+# torch is pinned by constraints.txt; the package itself accepts a range. Python compiles only what is imported.
 $(VENV)/.demo: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lamina needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
@@ -70,7 +70,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.demo
-	$(BIN)/pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@
 
 clean:
