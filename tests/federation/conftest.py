@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from federation.harness import NODES, Say, left
 
@@ -16,6 +17,17 @@ HERE = Path(__file__).parent
 def pytest_ignore_collect(collection_path, config):
     asked = any(Path(str(argument).partition("::")[0]).resolve().is_relative_to(HERE) for argument in config.args)
     return None if asked else True
+
+
+class ByFile(LoadFileScheduling):
+    """Give each file a worker of its own, but the clock's that of a short one: it measures when fewer others run."""
+
+    def _split_scope(self, nodeid):
+        return super()._split_scope(nodeid).replace("test_time", "test_attacked")
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +49,9 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "seconds(n): the most a test may take")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def federation(tmp_path_factory):
-    """One federation for all tests: starting it costs more than most of them."""
+    """One federation for all tests of a file: starting it costs more than most of them."""
     from lamina.flower.local.federation import LocalFederation
 
     made = LocalFederation(tmp_path_factory.mktemp("federation"), NODES, say=Say())

@@ -80,8 +80,8 @@ class Job:
     def submit(self):
         self.run = self.federation.submit(self._app)
 
-    def wait(self, tick=lambda: None):
-        status = self.federation.wait(self.run, tick=tick)
+    def wait(self, tick=lambda: None, every=0.5):
+        status = self.federation.wait(self.run, tick=tick, every=every)
         log = self.federation.folder / "logs" / f"run-{self.run}.log"
         assert status["status"] == "finished:completed", f"{status}\n{log.read_text()[-4000:]}"
         return status

@@ -78,5 +78,5 @@ class Throttled(LocalFederation):
         """Give every link the speed that it has on a clock with a table by client."""
         for way in ("download", "upload"):
             for client, links in enumerate(self.links):
-                links[way].mbits = math.inf if clock is None else getattr(clock, way)[client]
-            self.server[way].mbits = math.inf if clock is None else clock.server_link or math.inf
+                links[way].mbits = getattr(clock, way)[client]
+            self.server[way].mbits = clock.server_link or math.inf
