@@ -406,7 +406,8 @@ def _one_line(error: ValidationError) -> str:
         where = f"[{'.'.join(place[:-1])}]" if place[:-1] else "the file"
         elsewhere = {name: f"; did you mean '{key}'?" for name, key in key_places().items()}
         elsewhere |= places_of_options() if place[:-1] == ["channel"] else {}
-        hint = nearest(place[-1], known) or nearest(place[-1], [], elsewhere)
+        own = nearest(place[-1], known) if place[:-1] else ""  # clip in [privacy] is its bound, not train.clip
+        hint = own or nearest(place[-1], known, elsewhere)
         text = f"{where} has no key '{place[-1]}'{hint} (keys: {', '.join(known)})"
     elif first["type"] == "missing":
         text = f"[{'.'.join(place[:-1])}] needs '{place[-1]}'"
