@@ -2,6 +2,7 @@
 # make test    lint, types, the tests
 # make test-all  also the long tests, the coverage of the algorithms and a real federation: what CI runs
 # make test-federation  a real SuperLink and SuperNodes as processes: minutes, because Flower waits
+# make test-federation-long  the one it leaves out: the clock's seconds on links of the nodes' own
 # make docs    the documentation as a site, docs/_build/html/index.html (make test checks it without writing HTML)
 # make papers  only the checks of every algorithm against its paper, one line each
 # make dist    wheel and source archive, in dist/
@@ -46,6 +47,11 @@ test-all: lint
 .PHONY: test-federation
 test-federation: $(VENV)/.installed
 	$(BIN)/pytest -vv -n 4 --durations=0 tests/federation
+
+# It takes minutes, and the time of CI is limited.
+.PHONY: test-federation-long
+test-federation-long: $(VENV)/.installed
+	$(BIN)/pytest -vv -m long tests/federation
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -246,11 +246,21 @@ def test_a_nan_that_a_codec_would_lose_ends_the_run(engine):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"codec": "qsgd", "fields": {"momentum": "sign"}}, "an upload of fedlamb has no option 'momentum'"),
+        (
+            {"codec": "qsgd", "fields": {"momentum": "sign"}},
+            "an upload of fedlamb has no field 'momentum' (its fields: delta, v",
+        ),
         ({"codecs": "qsgd"}, "channel has no option 'codecs'; did you mean 'codec'"),
         ({"feedback": True}, "there is no codec: name one"),
         ({"codec": "qsgd", "feedback": "yes"}, "is neither true nor false"),
-        ({"down": "qsgd"}, "unknown channel: down 'qsgd'"),
+        ({"down": "qsgd"}, "channel: down = 'qsgd' must be 'bf16', or left out"),
+        (
+            {"codec": "topk", "share": 0.1},
+            "no option 'share': give it with the codec's name, codec = { name = 'topk', sha",
+        ),
+        ({"name": "sign", "feedback": True}, "no option 'name': a codec is named by codec = 'topk' or codec = {"),
+        ({"codec": {"name": "qsgd", 4: 1}}, "channel: {'name': 'qsgd', 4: 1} is no codec"),
+        ({"codec": "sign", "fields": {1: "qsgd"}}, "an upload of fedlamb has no field '1'"),
         ({"fields": "qsgd"}, "no table of codecs"),
     ],
 )

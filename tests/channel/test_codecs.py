@@ -160,7 +160,7 @@ def test_nothing_is_lost_where_all_numbers_are_alike():
         ({"name": "qsgd", "at_random": "no"}, "at_random = 'no' is neither true nor false"),
         ({"name": "randk", "scaled": 3}, "scaled = 3 is neither true nor false"),
         ({"name": "sketch", "scaled": 3}, "scaled = 3 is neither true nor false"),
-        ({"name": "sign", "scale": "bucket"}, "unknown codec 'sign': scale 'bucket'"),
+        ({"name": "sign", "scale": "bucket"}, "codec 'sign': scale = 'bucket' must be 'layer' or 'model'"),
         ({"name": "topk", "share": 0}, "codec 'topk': share = 0"),
         ({"name": "topk", "bits": 3}, "'bits' is an option of qsgd"),
         (["qsgd", "topk"], "'topk' cannot follow 'qsgd'"),

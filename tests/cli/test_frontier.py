@@ -8,6 +8,7 @@ from helpers import call, count, said_in_one_line, sets
 from lamina.training.training import Training
 from small_frontier import ROUNDS, TOML
 
+NOTE = "note: private runs with secret cohorts: the time of other cohorts"
 SMALL = sets("train.rounds=3", "frontier.epsilons=[8]", "compare.seeds=1")
 
 
@@ -28,6 +29,7 @@ def test_it_prints_the_table_and_saves_table_picture_and_report(here, capsys, mo
         ["fedavg", "none", "8.00"],
     ]
     assert "fastest to 20% on 4g: " in printed.out or "no method stays at 20%: not within 3 rounds" in printed.out
+    assert NOTE not in printed.out  # all clients take part in every round
     assert len(printed.err.splitlines()) == 3  # a line for every run
     assert (folder / "frontier.png").stat().st_size > 10_000
     assert len((folder / "frontier.csv").read_text().splitlines()) == 1 + 3
@@ -39,6 +41,14 @@ def test_it_prints_the_table_and_saves_table_picture_and_report(here, capsys, mo
     assert call("report", folder, "--out", "page.html", "--figures", "figures") == 0
     assert '<section id="frontier">' in Path("page.html").read_text()
     assert Path("figures/frontier.csv").read_bytes() == (folder / "frontier.csv").read_bytes()
+
+
+def test_seconds_of_secret_cohorts_are_noted(here, capsys):
+    few = sets("train.participation=0.5", "frontier.channels=['none']", "compare.algorithms=['fedavg']")
+    assert call("frontier", "small.toml", *SMALL, *few, "--out", "f") == 0
+    assert capsys.readouterr().out.count(NOTE) == 1
+    assert call("report", "f", "--clock", "4g") == 0  # whose table of the frontier has seconds as well
+    assert capsys.readouterr().out.count(NOTE) == 1
 
 
 @pytest.mark.long

@@ -61,6 +61,8 @@ def test_a_private_run_has_the_time_that_its_rows_leave_out(runs, capsys):
         text = capsys.readouterr().out
         times.append(cells(text)[1][1:5])
         assert ("the time of other cohorts" in " ".join(text.split())) == (name == "private")
+        assert call("report", name, "--clock", "4g") == 0
+        assert ("note: private runs with secret cohorts" in capsys.readouterr().out) == (name == "private")
     assert times[0] == times[1]
     assert "clock_seconds" not in (runs / "private" / "metrics.jsonl").read_text()
 

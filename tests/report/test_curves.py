@@ -45,6 +45,19 @@ def test_codecs_and_noise_are_named_in_words_and_the_noise_of_single_seeds_is_no
     }
 
 
+def test_without_a_budget_the_noise_is_named(tmp_path):
+    """Its multiplier is recorded in both cases, so it differs as well."""
+    for name, epsilon, multiplier in (("budget", 8.0, 3.1), ("less", None, 1.0), ("more", None, 2.5)):
+        privacy = {"bound": 1.0, "delta": 1e-5, "epsilon": epsilon, "noise_multiplier": multiplier}
+        write_run(tmp_path / name, [0.5], privacy=privacy)
+    names = {curve.records[0].folder.name: curve.name for curve in curves_in(tmp_path)}
+    assert names == {
+        "budget": "FedAvg (Fed-SGD), epsilon 8, noise_multiplier 3.1",
+        "less": "FedAvg (Fed-SGD), noise_multiplier 1",
+        "more": "FedAvg (Fed-SGD), noise_multiplier 2.5",
+    }
+
+
 def test_a_repeated_run_counts_once(tmp_path):
     write_run(tmp_path / "short", [0.5], rounds=3)
     write_run(tmp_path / "long", [0.5, 0.6, 0.7])

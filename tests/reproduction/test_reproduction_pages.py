@@ -316,7 +316,7 @@ def test_the_committed_pages_are_made_from_the_committed_results():
         "toy.md",
         "adaptive.md",
         "frontier.md",
-    }  # written by hand, or tested beside what makes them
+    }  # tested beside what makes them
     there = {str(file.relative_to(page.PAGES)) for file in page.PAGES.rglob("*.md")}
     central = report.read_central({one.name: page.findings_of(one, PAPERS) for one in results})
     pages["report.md"] = report.report(central)

@@ -204,6 +204,20 @@ def test_a_gpu_that_computes_other_last_bits_is_warned_of(caplog):
     assert "deterministic=True" in caplog.text
 
 
+def test_correlated_noise_that_loses_amplification_is_warned_of(run_of, caplog):
+    for privacy, settings in (
+        ({"bands": 1}, {}),
+        ({"bands": 2}, {"min_separation": 2}),
+        ({"bands": 2}, {"participation": 1.0}),  # nothing is lost
+        ({"bands": 2, "secret_cohorts": False}, {}),
+    ):
+        run_of(privacy=privacy, **settings)
+        assert "not amplified" not in caplog.text
+    for bands, sampling in ((2, "exact"), (3, "bernoulli")):  # a repeated warning is shown once
+        run_of(privacy={"bands": bands}, sampling=sampling)
+        assert f"(bands = {bands}) is not amplified by sampling" in caplog.text
+
+
 def test_statistics_of_a_table_are_warned_of(run_of, caplog):
     table = pandas.DataFrame({"a": X[:, 0], "b": X[:, 1], "c": X[:, 2], "ill": Y})
     for preprocessing in (None, {"standardise": True}):

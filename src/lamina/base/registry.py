@@ -23,7 +23,7 @@ def create_named(what: str, classes: Mapping[str, type[Any]], name: str, options
     >>> create_named("schedule", SCHEDULES, "exponential", {"gamma": 0.9})
     Exponential(gamma=0.9)
     """
-    if name not in classes:
+    if not isinstance(name, str) or name not in classes:
         raise unknown(what, name, classes)
     fields = dataclasses.fields(classes[name])
     names = [field.name for field in fields]
@@ -65,16 +65,17 @@ def refuse_unknown_options(
     known: Sequence[str],
     other_keys: Sequence[str] = ("name",),
     places: Mapping[str, str] | None = None,
+    noun: str = "option",
 ) -> None:
     """Refuse an option that is not among the known ones; the message names the nearest, also of other keys.
 
-    `places` has hints for options that belong elsewhere.
+    `places` has hints for options that belong elsewhere, and `noun` is what the message calls an option.
     """
     for option in options:
         if option not in known:
-            choices = f"its options: {', '.join(known)}" if known else "it has none"
-            hint = nearest(option, [*known, *other_keys], places)
-            raise BadInput(f"{what} has no option '{option}'{hint} ({choices})")
+            choices = f"its {noun}s: {', '.join(known)}" if known else "it has none"
+            hint = nearest(str(option), [*known, *other_keys], places)
+            raise BadInput(f"{what} has no {noun} '{option}'{hint} ({choices})")
 
 
 def option_owners(classes: Mapping[str, type[Any]]) -> dict[str, str]:

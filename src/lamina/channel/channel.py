@@ -24,10 +24,10 @@ from torch import Tensor
 from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.rehearsal import sent_vectors
 from lamina.base import rng
-from lamina.base.errors import BadInput, short_repr, unknown
+from lamina.base.errors import BadInput, short_repr
 from lamina.base.limits import check_switch
 from lamina.base.registry import field_values, refuse_unknown_options
-from lamina.channel.codecs import Codec, Codecs, Part, Streams, as_codecs, decode, encode, floats, name_of
+from lamina.channel.codecs import CODECS, Codec, Codecs, Part, Streams, as_codecs, decode, encode, floats, name_of
 from lamina.objective.layers import Layers
 
 NO_CODEC = "none"
@@ -91,7 +91,7 @@ class Channel:
             raise BadInput(f"channel: fields = {short_repr(self.fields)} is no table of codecs by field of the upload")
         check_switch("channel: feedback", self.feedback)
         if self.down not in (None, "bf16"):
-            raise unknown("channel: down", str(self.down), ["bf16"])
+            raise BadInput(f"channel: down = {short_repr(self.down)} must be 'bf16', or left out")
         object.__setattr__(self, "codec", _codecs(self.codec))
         object.__setattr__(self, "fields", {name: _codecs(given) for name, given in self.fields.items()})
         if self.feedback and not self.has_codecs:
@@ -115,7 +115,7 @@ class Channel:
     def check(self, algorithm: Algorithm, layers: Layers) -> None:
         """Refuse codecs for fields that the algorithm does not send."""
         names = sent_vectors(algorithm, layers) if self.fields else ()
-        refuse_unknown_options(f"channel: an upload of {algorithm.card.name}", self.fields, names, ())
+        refuse_unknown_options(f"channel: an upload of {algorithm.card.name}", self.fields, names, (), noun="field")
 
     def routes(self, algorithm: Algorithm, layers: Layers) -> dict[str, Route]:
         """Return how every field is sent that passes codecs."""
@@ -219,14 +219,24 @@ def as_channel(given: Any) -> Channel:
         return given
     if given is None:
         return OPEN
-    if isinstance(given, Mapping) and "name" not in given:
-        refuse_unknown_options("channel", given, list(field_values(OPEN)), ())
+    own = list(field_values(OPEN))
+    if isinstance(given, Mapping) and ("name" not in given or not given.keys().isdisjoint(own)):
+        refuse_unknown_options("channel", given, own, (), places_of_options())
         return Channel(**given)
     return Channel(codec=given)
 
 
+def places_of_options() -> dict[str, str]:
+    """Return a hint for every option of a codec that is given to the channel."""
+    hints = {"name": ": a codec is named by codec = 'topk' or codec = { name = 'topk', … }"}
+    for name, codec in CODECS.items():
+        for option in field_values(codec()):
+            hints.setdefault(option, f": give it with the codec's name, codec = {{ name = '{name}', {option} = … }}")
+    return hints
+
+
 def _codecs(given: Any) -> Codecs:
-    if isinstance(given, str) and given == NO_CODEC:
+    if given in (NO_CODEC, {"name": NO_CODEC}):
         return ()
     if isinstance(given, list | tuple) and not given:
         return ()

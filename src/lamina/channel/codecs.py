@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lamina.base import rng
-from lamina.base.errors import BadInput, unknown
+from lamina.base.errors import BadInput, short_repr
 from lamina.base.limits import check_count, check_number, check_switch
 from lamina.base.registry import create_named, explain_options
 from lamina.channel.groups import Groups, positive
@@ -162,7 +162,7 @@ class Sign(Codec):
 
     def __post_init__(self) -> None:
         if self.scale not in (choices := ("layer", "model")):
-            raise unknown("codec 'sign': scale", str(self.scale), choices)
+            raise BadInput(f"codec 'sign': scale = {short_repr(self.scale)} must be {' or '.join(map(repr, choices))}")
 
     def encode(self, values: Tensor, sizes: Sequence[int], stream: Tensor) -> list[Part]:
         """Return the signs, and the mean magnitudes."""
@@ -386,9 +386,11 @@ def _as_codec(given: Any) -> Codec:
         return codec
     if isinstance(given, str):
         return make(given)
-    if isinstance(given, Mapping) and isinstance(given.get("name"), str):
+    if isinstance(given, Mapping) and "name" in given and all(isinstance(key, str) for key in given):
         return make(**given)
-    raise BadInput(f"channel: {given!r} is no codec: give a name ({', '.join(CODECS)}) or a table {{'name': 'qsgd'}}")
+    raise BadInput(
+        f"channel: {short_repr(given)} is no codec: give a name ({', '.join(CODECS)}) or a table {{'name': 'qsgd'}}"
+    )
 
 
 class Streams(NamedTuple):

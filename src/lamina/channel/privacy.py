@@ -22,7 +22,7 @@ from torch import Tensor
 from lamina.algorithms.contract import Algorithm, Number
 from lamina.algorithms.rehearsal import sent_fields
 from lamina.base import secret_rng
-from lamina.base.errors import BadInput, short_repr
+from lamina.base.errors import BadInput, is_number, short_repr
 from lamina.base.limits import check_count, check_number, check_switch
 from lamina.base.registry import refuse_unknown_options
 from lamina.objective.layers import Layers
@@ -197,6 +197,11 @@ class Privacy:
 
     def __post_init__(self) -> None:
         bounds = self.bound if isinstance(self.bound, Mapping) else {"": self.bound}
+        if not bounds or not (is_number(self.bound) or isinstance(self.bound, Mapping)):
+            raise BadInput(
+                f"privacy: bound = {short_repr(self.bound)}: give a number above 0, or a table with one for every "
+                "field of the upload"
+            )
         for name, value in bounds.items():
             check_number(f"privacy: bound{f'.{name}' if name else ''}", value, above=0)
         if self.noise_multiplier is not None:
@@ -218,7 +223,7 @@ class Privacy:
         if self.quantile is None and (self.count_noise is not None or self.bound_rate != type(self).bound_rate):
             name = "bound_rate" if self.count_noise is None else "count_noise"
             raise BadInput(f"privacy: {name} acts on a bound that follows a quantile: give quantile, too")
-        if self.secret is not None and not isinstance(self.secret, str | PathLike):
+        if self.secret is not None and (not isinstance(self.secret, str | PathLike) or not str(self.secret)):
             raise BadInput(f"privacy: secret = {short_repr(self.secret)} is not the name of a file")
 
     def check(self, algorithm: Algorithm, layers: Layers) -> None:
@@ -226,7 +231,7 @@ class Privacy:
         if not isinstance(self.bound, Mapping):
             return
         names = sent_fields(algorithm, layers)
-        refuse_unknown_options(f"privacy: an upload of {algorithm.card.name}", self.bound, names, ())
+        refuse_unknown_options(f"privacy: an upload of {algorithm.card.name}", self.bound, names, (), noun="field")
         missing = [name for name in names if name not in self.bound]
         if missing:
             raise BadInput(

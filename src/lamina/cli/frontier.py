@@ -82,7 +82,7 @@ def show(study: FrontierRuns) -> None:
             save_page(dataclasses.replace(build(study.runs, targets=targets), frontiers=[result]), page)
     right = table.head[2:-1]
     base.out.print(base.table(table.head, table.rows, right=right, no_wrap=right, title=table.title))
-    for line in filter(None, [result.sentence(), *(f"note: {note}" for note in study.notes())]):
+    for line in filter(None, [result.sentence(), *(f"note: {note}" for note in [*study.notes(), *result.notes])]):
         echo(line)
     echo(f"runs, picture and tables in {study.folder}/")
     echo(f"report: {page}" if has_plotly else "for an interactive report: pip install -e '.[report]'")

@@ -28,7 +28,7 @@ def time(
     target: Annotated[float | None, typer.Option("--target", help=TARGET)] = None,
 ) -> None:
     """Print how long runs take on a network, in all and to a target: from their folders, without training."""
-    from lamina.experiment.runs.network_time import has_other_cohorts, with_clock
+    from lamina.experiment.runs.network_time import notes_on_time, with_clock
     from lamina.experiment.runs.records import find_records
     from lamina.report.curves import group, without_repeats
     from lamina.report.tables import default_targets, times_table
@@ -47,10 +47,7 @@ def time(
     for name, clock in chosen.items():
         if clock is not None and not (clock.step_seconds or clock.flops_per_second):
             notes.append(f"{name} counts transfers alone: give --step-seconds")
-    if any(map(has_other_cohorts, records)):
-        notes.append(
-            "private runs with secret cohorts: the time of other cohorts, which the seed draws in the same way"
-        )
+    notes += notes_on_time(records)
     out.print(table(shown.head, shown.rows, right=shown.head[2:], caption="; ".join(notes)))
 
 

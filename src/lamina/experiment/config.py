@@ -23,9 +23,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from lamina import algorithms, models
-from lamina.base.errors import BadInput, is_whole, nearest, short_repr
+from lamina.base.errors import BadInput, is_number, is_whole, nearest, short_repr
 from lamina.base.limits import LEAST_SEED, MOST, MOST_BATCH, MOST_SEED, MOST_SEEDS, MOST_THREADS
-from lamina.channel.channel import as_channel
+from lamina.channel.channel import as_channel, places_of_options
 from lamina.channel.privacy import as_privacy
 from lamina.engines.choice import EngineName
 from lamina.experiment.objects import Objects
@@ -35,6 +35,11 @@ from lamina.objective.losses import LOSSES
 from lamina.rounds.clock import Clock, make_clock
 from lamina.rounds.settings import TrainSettings
 
+EXAMPLES = {  # of sections that are mistaken for single values
+    "channel": '{ codec = "qsgd" }',
+    "clock": '{ name = "4g" }',
+    "privacy": "{ bound = 1.0, epsilon = 8, delta = 1e-5 }",
+}
 NO_OBJECTS = Objects()  # one for all experiments, so that two with the same settings are equal
 Positive = Annotated[float, Field(gt=0)]
 AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
@@ -129,10 +134,17 @@ class ChannelSection(_Section):
         return self
 
 
+def _bound(value: Any) -> Any:
+    """Return a bound, or a table of them, as floats; `Privacy` refuses what is neither."""
+    if isinstance(value, dict):
+        return {name: _bound(each) for name, each in value.items()}
+    return float(value) if is_number(value) else value
+
+
 class PrivacySection(_Section):
     """The `[privacy]` section: differential privacy for clients."""
 
-    bound: float | dict[str, float]
+    bound: Annotated[Any, PlainValidator(_bound)]  # a number, or one for each field
     delta: float
     noise_multiplier: float | None = None
     epsilon: float | None = None
@@ -379,7 +391,7 @@ def key_places(*others: str) -> dict[str, str]:
 def _one_line(error: ValidationError) -> str:
     """Return the first problem as a line: the key, what is wrong, what is allowed, the nearest match."""
     problems = error.errors()
-    first = problems[0]
+    first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")  # it may be a key that is missing
     place = [str(part) for part in first["loc"]]
     dotted = ".".join(place)
     if first["type"] == "options":
@@ -390,16 +402,22 @@ def _one_line(error: ValidationError) -> str:
             model = get_args(model)[0] if name.isdigit() else model.model_fields[name].annotation
             if type(None) in get_args(model):  # a section that may be left out
                 model = get_args(model)[0]
-        known = list(model.model_fields)
+        known = [name for name in model.model_fields if name != "noise_id"]  # which lamina writes
         where = f"[{'.'.join(place[:-1])}]" if place[:-1] else "the file"
-        hint = nearest(place[-1], known, {name: f"; did you mean '{key}'?" for name, key in key_places().items()})
+        elsewhere = {name: f"; did you mean '{key}'?" for name, key in key_places().items()}
+        elsewhere |= places_of_options() if place[:-1] == ["channel"] else {}
+        own = nearest(place[-1], known) if place[:-1] else ""  # clip in [privacy] is its bound, not train.clip
+        hint = own or nearest(place[-1], known, elsewhere)
         text = f"{where} has no key '{place[-1]}'{hint} (keys: {', '.join(known)})"
+    elif first["type"] == "missing":
+        text = f"[{'.'.join(place[:-1])}] needs '{place[-1]}'"
     else:
         given = f" = {short_repr(first['input'])}" if not isinstance(first["input"], dict) else ""
         texts = {"model_type": "must be a table", "dict_type": "must be a table", "list_type": "must be a list",
                  "too_short": "must not be empty"}  # fmt: skip
         if first["type"] == "list_type" and isinstance(first["input"], str):
             texts["list_type"] += f", {short_repr([first['input']])}"
+        texts["model_type"] += f", such as {EXAMPLES[dotted]}" if dotted in EXAMPLES else ""
         message = first["msg"].removeprefix("Value error, ")
         problem = texts.get(first["type"], message[:1].lower() + message[1:])
         text = f"{dotted}{given}: {problem}"

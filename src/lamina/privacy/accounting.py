@@ -16,6 +16,9 @@ Under `"bernoulli"` the size of the cohort itself tells whether a client is ther
 expected size of the cohort, not by the real one, and a round whose coins choose nobody must add noise to nothing
 (`Plan.chooses_nobody`).
 
+Clients may keep state that tells when they took part, except under `"exact"` and in rounds that a cap cuts: there the
+states of others would tell who took part before, which amplification counts on being secret (docs/how-to/privacy.md).
+
 Sampled rounds are composed as privacy loss distributions (PLD) by `dp_accounting`. A PLD is rounded up to a grid, so
 that ε is an upper bound; the grid is chosen so that the excess is about 0.1 %.
 """

@@ -11,7 +11,7 @@ import numpy as np
 
 from lamina.base.errors import BadInput
 from lamina.base.text import listed, plural, printable
-from lamina.experiment.runs.network_time import with_clock
+from lamina.experiment.runs.network_time import notes_on_time, with_clock
 from lamina.experiment.runs.records import Record, find_records, read_json
 from lamina.experiment.trials.trial import Trial
 from lamina.report import tables
@@ -100,6 +100,10 @@ def build(
     judged = sorted({history.metric for curve in curves for history in curve.histories if len(history)} - {metric})
     if judged:
         notes.append(f"some runs have another first metric ({listed(judged)}), but all are judged by '{metric}' here")
+    found = (read_frontier(Path(folder)) for folder in folders)
+    frontiers = [frontier for frontier in found if frontier is not None and frontier.points]
+    on_time = [] if clock is None else notes_on_time(final)
+    notes += dict.fromkeys([*on_time, *(note for frontier in frontiers for note in frontier.notes)])
     firsts = [curve.records[0] for curve in curves]
     dealt = [read_partition(run) for run in firsts if (run.folder / "partition.json").exists()]
     return Report(
@@ -110,7 +114,7 @@ def build(
         sorted(set(targets)) or tables.default_targets(curves),
         _baseline(curves, baseline),
         notes,
-        [frontier for frontier in map(read_frontier, map(Path, folders)) if frontier is not None and frontier.points],
+        frontiers,
     )
 
 

@@ -17,6 +17,7 @@ SEED = "train.seed"
 NOISE = "privacy.noise_id"  # follows from the seed
 RATE = "train.lr"
 CODEC = "channel.codec"
+EPSILON, MULTIPLIER = "privacy.epsilon", "privacy.noise_multiplier"
 Flat = dict[str, Any]
 LONGEST_LABEL = 70  # characters; longer ones name no more than tells the curves apart
 # the keys that a label names first
@@ -142,6 +143,8 @@ def _labels(titles: list[str], identities: list[Flat]) -> list[str]:
 
 def _label(title: str, flat: Flat, keys: list[str]) -> str:
     """Return a title with the values of some keys, without those that the run lacks, as options of another model."""
+    if EPSILON in flat and flat[EPSILON] is None:  # the noise was given in place of a budget
+        keys = list(dict.fromkeys(MULTIPLIER if key == EPSILON else key for key in keys))
     names = dict(zip(keys, short_names(keys), strict=True))
     shown = [key for key in flat if key in names]
     return ", ".join([title, *(_in_label(key, names[key], flat[key]) for key in shown)])
@@ -153,8 +156,6 @@ def _in_label(key: str, name: str, value: Any) -> str:
         return as_channel(value).label
     if key == "channel.feedback":
         return "feedback" if value else "no feedback"
-    if key == "privacy.epsilon" and value is None:
-        return "no privacy budget"
     return text(value) if key.endswith(".name") else f"{name} {text(value)}"
 
 

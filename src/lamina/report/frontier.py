@@ -11,7 +11,7 @@ from typing import Any
 
 from lamina.base.errors import BadInput, is_number
 from lamina.base.text import plural
-from lamina.experiment.runs.network_time import with_clock
+from lamina.experiment.runs.network_time import notes_on_time, with_clock
 from lamina.experiment.runs.records import is_ours, read_json, read_record
 from lamina.experiment.trials.compare import label_folder
 from lamina.experiment.trials.trial import Trial
@@ -54,6 +54,11 @@ class Frontier:
         """Whether no other point is as accurate for as few bytes and as small an ε, and better in one of them."""
         costs = [(-score_key(p.score, self.metric), p.bytes, p.epsilon) for p in self.points]
         return pareto(costs)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the seconds should know."""
+        return notes_on_time(run for point in self.points for run in point.trial.records) if self.clocks else []
 
     @property
     def has_noise(self) -> bool:

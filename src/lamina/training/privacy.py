@@ -66,6 +66,7 @@ def with_noise(protocol: TrainSettings, clients: int, identity: Identity, *, can
             )
         multiplier = noise_for(privacy.epsilon, privacy.delta, privacy.rounds, clients, **how)
     accountant = Accountant(multiplier, privacy.delta, clients, **how)
+    warn_of_lost_amplification(accountant)
     facts = {name: value for name, value in identity.items() if name != "code"}
     path, ranks = _secret_path(privacy), Ranks.current()
     secret = ranks.of_first(lambda: _secret(path))  # several machines may have several
@@ -165,6 +166,16 @@ def warn_of_inexact_replays(device: torch.device, *, deterministic: bool) -> Non
         log.warning(
             "privacy: on a GPU a killed run may compute other last bits and is refused then: give deterministic=True "
             "(run.deterministic), so that it can be resumed"
+        )
+
+
+def warn_of_lost_amplification(accountant: Accountant) -> None:
+    """Warn of correlated noise that makes ε larger, because independent noise would be amplified by sampling."""
+    if accountant.bands > 1 and replace(accountant, bands=1).is_amplified:
+        log.warning(
+            "privacy: correlated noise (bands = %d) is not amplified by sampling, and without min_separation ε counts "
+            "every client in every round: give min_separation, or bands = 1",
+            accountant.bands,
         )
 
 

@@ -269,7 +269,7 @@ def test_entries_may_have_a_channel_and_a_privacy_of_their_own(here):
         ("channel='zip'", "unknown codec 'zip'"),
         ("channel={codec='sign', up=3}", "channel has no option 'up'"),
         ("privacy='some'", "compare.options.mine.privacy = 'some': must be a table, or \"none\""),
-        ("privacy={epsilon=8}", "compare.options.mine: privacy.bound"),
+        ("privacy={epsilon=8}", "compare.options.mine: [privacy] needs 'bound'"),
     ],
 )
 def test_a_wrong_channel_or_privacy_of_an_entry_is_one_line(here, capsys, option, message):

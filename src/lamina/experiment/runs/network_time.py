@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,16 @@ PLANNED = (  # keys of [train] that plan a round
 )  # fmt: skip
 
 
-def has_other_cohorts(record: Record) -> bool:
-    """Return whether the time of a run is that of other cohorts, drawn in the same way: a private run's are secret."""
+OTHER_COHORTS = "private runs with secret cohorts: the time of other cohorts, which the seed draws in the same way"
+
+
+def notes_on_time(records: Iterable[Record]) -> list[str]:
+    """Return what a reader of the runs' times on a network should know."""
+    return [OTHER_COHORTS] if any(map(_has_other_cohorts, records)) else []
+
+
+def _has_other_cohorts(record: Record) -> bool:
+    """Return whether the cohorts of a run are secret, so that its time is that of cohorts drawn in the same way."""
     return bool(record.config.get("privacy")) and "seconds" not in record.history.columns
 
 
