@@ -97,7 +97,8 @@ def test_the_bound_converges_to_the_quantile_of_known_norms():
 @pytest.mark.parametrize("sampling", ["exact", "bernoulli"])
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "fedlamb"])
 def test_the_engines_agree(run_of, algorithm, sampling):
-    make = lambda engine: run_of(algorithm, engine, sampling=sampling, privacy={"bound": 0.1})  # noqa: E731
+    privacy = {"bound": 0.1, "secret_cohorts": sampling == "bernoulli"}  # exact and secret: not for clients with state
+    make = lambda engine: run_of(algorithm, engine, sampling=sampling, privacy=privacy)  # noqa: E731
     one, other = make("loop"), make("stacked")
     for run in (one, other):
         run.run(4)
@@ -109,10 +110,10 @@ def test_the_engines_agree(run_of, algorithm, sampling):
 def test_members_of_a_population_have_bounds_of_their_own(run_of, tmp_path):
     (tmp_path / "secret").write_bytes(b"s" * 32)
     shared = {"secret": str(tmp_path / "secret")}
-    together = [run_of("scaffold", "stacked", seed=i, privacy=shared) for i in range(3)]
+    together = [run_of("scaffold", "stacked", seed=i, sampling="bernoulli", privacy=shared) for i in range(3)]
     lamina.Population(together).run(3)
     for i, one in enumerate(together):
-        alone = run_of("scaffold", "stacked", seed=i)
+        alone = run_of("scaffold", "stacked", seed=i, sampling="bernoulli")
         alone.run(3)
         assert one.state.clip_bound == pytest.approx(alone.state.clip_bound, rel=1e-12)
         torch.testing.assert_close(one.state.server.x, alone.state.server.x, rtol=1e-9, atol=1e-11)

@@ -14,7 +14,7 @@ from lamina.channel.privacy import Noise, Privacy
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.arange(60) % 3
-PRIVACY = Privacy(0.5, 1e-3, 1.0, noise=Noise(b"fixed", 0.1))
+PRIVACY = Privacy(0.5, 1e-3, 1.0, secret_cohorts=False, noise=Noise(b"fixed", 0.1))
 FEEDBACK = {"codec": "sign", "feedback": True}
 EVERYTHING = {"channel": FEEDBACK | {"down": "bf16"}, "private": ["2.*"], "clock": "4g"}
 ALGORITHMS = {name: lamina.create(name) for name in sorted(lamina.algorithms.BUILT_IN)}

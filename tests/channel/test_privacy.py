@@ -43,7 +43,8 @@ def seen_uploads(monkeypatch):
 )
 @pytest.mark.parametrize("algorithm", METHODS)
 def test_the_stacked_engine_agrees_with_the_loop(run_of, algorithm, more):
-    one, other = (run_of(algorithm, engine, **more) for engine in ("loop", "stacked"))
+    how = {"privacy": {"secret_cohorts": "sampling" in more}}  # exact and secret: not for clients with state
+    one, other = (run_of(algorithm, engine, **more, **how) for engine in ("loop", "stacked"))
     for run in (one, other):
         run.run(3)
     torch.testing.assert_close(one.state.server.x, other.state.server.x, rtol=1e-9, atol=1e-11)
@@ -52,8 +53,8 @@ def test_the_stacked_engine_agrees_with_the_loop(run_of, algorithm, more):
 def test_members_of_a_population_have_noise_of_their_own(run_of, tmp_path):
     (tmp_path / "secret").write_bytes(b"s" * 32)
     shared = {"secret": str(tmp_path / "secret")}
-    together = [run_of("fedlamb", "stacked", seed=i, privacy=shared) for i in range(3)]
-    alone = [run_of("fedlamb", "stacked", seed=i) for i in range(3)]
+    together = [run_of("fedlada", "stacked", seed=i, privacy=shared) for i in range(3)]
+    alone = [run_of("fedlada", "stacked", seed=i) for i in range(3)]
     lamina.Population(together).run(2)
     for one, other in zip(together, alone, strict=True):
         other.run(2)
@@ -114,7 +115,7 @@ def test_several_bounds_cost_as_much_as_one():
 
 
 def test_second_moments_stay_non_negative(run_of):
-    run = run_of("fedlamb", privacy={"noise_multiplier": 50.0})
+    run = run_of("fedlamb", sampling="bernoulli", privacy={"noise_multiplier": 50.0})
     run.run(2)
     assert (run.state.server.v_hat >= 0).all()
 
@@ -152,7 +153,8 @@ PUBLIC_COLUMNS = {
 @pytest.mark.parametrize("sampling", ["exact", "bernoulli"])
 def test_rows_do_not_tell_who_takes_part_in_a_secret_cohort(run_of, sampling, engine):
     """The rows of two seeds differ in what the noise has touched alone, also with a field that is sent now and then."""
-    algorithm, touched = lamina.algorithms.create("fedlamb", sync_every=2), {"update_norm", "loss", "accuracy"}
+    algorithm = "fedlada" if sampling == "exact" else lamina.create("fedlamb", sync_every=2)  # which keeps state
+    touched = {"update_norm", "loss", "accuracy"}
     runs = [run_of(algorithm, engine, sampling=sampling, seed=seed) for seed in (0, 1)]
     kept = [
         [{k: v for k, v in row.items() if k not in touched | {"evaluation_seconds"}} for row in run.run(4)]
@@ -210,10 +212,10 @@ def test_a_round_whose_coins_choose_nobody_is_noise_alone(run_of, monkeypatch):
 
 def test_a_resumed_run_draws_the_same_noise_and_another_run_other_noise(run_of, tmp_path):
     shared = {"secret": str(tmp_path / "secret")}
-    whole = run_of("scaffold", out=tmp_path / "whole", privacy=shared)
+    whole = run_of("scaffold", out=tmp_path / "whole", sampling="bernoulli", privacy=shared)
     whole.run(4)
     for rounds in (2, 4):
-        part = run_of("scaffold", out=tmp_path / "part", privacy=shared)
+        part = run_of("scaffold", out=tmp_path / "part", sampling="bernoulli", privacy=shared)
         part.run(rounds)
     assert torch.equal(part.state.server.x, whole.state.server.x)
     assert run_of(lr=0.2).protocol.privacy.noise.key != run_of(lr=0.3).protocol.privacy.noise.key
@@ -225,7 +227,7 @@ def test_a_resumed_run_draws_the_same_noise_and_another_run_other_noise(run_of, 
             assert each not in content, path
     (tmp_path / "secret").unlink()
     with pytest.raises(BadInput, match="drawn from another secret"):
-        run_of("scaffold", out=tmp_path / "part", privacy=shared).run(6)
+        run_of("scaffold", out=tmp_path / "part", sampling="bernoulli", privacy=shared).run(6)
 
 
 def test_the_same_as_the_definition_with_several_bounds_and_steps(run_of):
@@ -267,6 +269,11 @@ def test_the_same_as_the_definition_with_several_bounds_and_steps(run_of):
         ({"partition": {"name": "reallocate"}}, "dealt anew in every round"),
         ({"model": nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()}, "use GroupNorm"),
         ({"algorithm": lamina.algorithms.create("mime", "mime")}, "with a control variate publishes the mean gradient"),
+        ({"algorithm": "scaffold"}, "protect clients that keep SCAFFOLD (option II)'s state"),
+        ({"algorithm": "fedlamb"}, 'give sampling = "bernoulli" without a cohort_cap'),
+        ({"algorithm": "fedlamb", "sampling": "bernoulli", "cohort_cap": 30}, "secret_cohorts = False (a larger ε)"),
+        ({"channel": {"codec": "sign", "feedback": True}}, "clients that keep the rests of error feedback"),
+        ({"private": ["2.*"]}, "clients that keep private parts of the model"),
         ({"privacy": {"bound": {"delta": 1.0}}, "algorithm": "scaffold"}, "bound of the field 'delta_c' is missing"),
         ({"privacy": {"bound": {"delta": 1.0, "w": 1.0}}}, "an upload of fedavg has no field 'w' (its fields: delta)"),
         ({"privacy": {"bound": {"delta": 1.0, 1: 1.0}}}, "an upload of fedavg has no field '1'"),
@@ -290,6 +297,21 @@ def test_what_breaks_the_guarantee_is_refused_in_one_line(run_of, changed, messa
         run_of(**changed)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kept", [{"algorithm": "scaffold"}, {"private": ["2.*"]}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"sampling": "bernoulli"},
+        {"sampling": "bernoulli", "cohort_cap": 40},
+        {"privacy": {"secret_cohorts": False}},
+        {"participation": 1.0},
+    ],
+    ids=str,
+)
+def test_clients_that_keep_state_are_protected_where_sampling_does_not_count_on_it(run_of, kept, how):
+    assert run_of(**kept, **how).run(1)[-1]["epsilon"] > 0
 
 
 def test_noise_that_a_thread_draws_ahead_is_the_same():

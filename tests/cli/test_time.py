@@ -50,7 +50,7 @@ def test_a_clock_of_the_file_and_the_runs_own(runs, capsys):
 
 
 def test_a_private_run_has_the_time_that_its_rows_leave_out(runs, capsys):
-    clock = '[train]\nlocal_steps = 2\n[clock]\nname = "home"\nstep_seconds = 2\n'
+    clock = '[train]\nlocal_steps = 2\nsampling = "bernoulli"\n[clock]\nname = "home"\nstep_seconds = 2\n'
     (runs / "open.toml").write_text(f'extends = "small.toml"\n{clock}')
     private = '[privacy]\nbound = 0.5\nnoise_multiplier = 2.0\ndelta = 1e-3\nsecret = "secret"\n'
     (runs / "private.toml").write_text(f'extends = "small.toml"\n{clock}{private}')

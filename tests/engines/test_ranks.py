@@ -93,7 +93,9 @@ def run_case(name, kind, share):
         channel = {"codec": kind, "feedback": has_feedback}
         run = simulation("mlp", ALGORITHMS[name](), "stacked", participation=share, channel=channel)
     elif kind == "noise":
-        privacy = Privacy(0.1, 1e-3, 1.0, quantile=0.4, noise=Noise(b"fixed", 0.3, count_deviation=0.1))
+        privacy = Privacy(
+            0.1, 1e-3, 1.0, quantile=0.4, secret_cohorts=False, noise=Noise(b"fixed", 0.3, count_deviation=0.1)
+        )
         more = {"local_steps": 3, "trust_ratios": False, "privacy": privacy}
         run = simulation("mlp", ALGORITHMS[name](), "stacked", participation=share, **more)
     elif kind == "augmented":

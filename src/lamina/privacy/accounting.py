@@ -16,8 +16,9 @@ Under `"bernoulli"` the size of the cohort itself tells whether a client is ther
 expected size of the cohort, not by the real one, and a round whose coins choose nobody must add noise to nothing
 (`Plan.chooses_nobody`).
 
-Clients may keep state that tells when they took part, except under `"exact"` and in rounds that a cap cuts: there the
-states of others would tell who took part before, which amplification counts on being secret (docs/how-to/privacy.md).
+Clients may keep state that tells when they took part, except under amplified `"exact"` sampling and with a cap: there
+the states of others would tell who took part before, which amplification counts on being secret
+(`amplifies_state`, docs/how-to/privacy.md).
 
 Sampled rounds are composed as privacy loss distributions (PLD) by `dp_accounting`. A PLD is rounded up to a grid, so
 that ε is an upper bound; the grid is chosen so that the excess is about 0.1 %.
@@ -132,6 +133,11 @@ class Accountant:
         if self.sampling == "exact":
             return cohort_size(self.clients, self.participation) < self.clients
         return self.participation < 1 or (self.cohort_cap is not None and self.cohort_cap < self.clients)
+
+    @property
+    def amplifies_state(self) -> bool:
+        """Whether the amplification also holds for clients that keep state: only if no coin depends on another."""
+        return self.sampling == "bernoulli" and (self.cohort_cap is None or self.cohort_cap >= self.clients)
 
     @property
     def relation(self) -> str:

@@ -155,9 +155,26 @@ def check_privacy(algorithm: Algorithm, objective: Objective, plan: Plan, record
             f"privacy: the buffer '{moving[0]}' is averaged without noise: use GroupNorm, or keep it with the clients "
             f'(private = ["*{moving[0].rpartition(".")[2]}"])'
         )
+    accountant = Accountant(1.0, privacy.delta, plan.clients.count, **_participation(protocol, privacy))
+    kept = _kept_by_clients(algorithm, objective, protocol)
+    if kept and accountant.is_amplified and not accountant.amplifies_state:
+        raise BadInput(
+            f"privacy: sampling of this kind does not protect clients that keep {kept}, which depends on who took part "
+            'before: give sampling = "bernoulli" without a cohort_cap, or secret_cohorts = False (a larger ε)'
+        )
     revealing = [name for name, value in recorded.items() if value]
     if revealing:
         raise BadInput(f"privacy: {revealing[0]} publishes figures of single clients without noise: leave it out")
+
+
+def _kept_by_clients(algorithm: Algorithm, objective: Objective, protocol: TrainSettings) -> str:
+    """Return what clients keep from one of their rounds to the next; empty if nothing."""
+    layers = objective.shared_layers
+    if any(value is not None for value in algorithm.client_init(torch.zeros(layers.size), layers)):
+        return f"{algorithm.card.title}'s state"
+    if protocol.channel.feedback:
+        return "the rests of error feedback"
+    return "private parts of the model" if objective.private is not None else ""
 
 
 def warn_of_inexact_replays(device: torch.device, *, deterministic: bool) -> None:
