@@ -1,9 +1,9 @@
 """The local step on a CPU, block by block.
 
 A step is about ten operations on vectors as long as the model. If these do not fit the caches, every operation reads
-and writes main memory. So a step is recorded while it runs for the first time. If all of its operations are
-elementwise, they are repeated on one block of the vectors after another, and what an operation writes is still in the
-core's cache when the next one reads it. An elementwise operation computes the same in every block, to the last bit.
+and writes main memory. So the first two steps are recorded. If all of their operations are elementwise, later steps
+repeat them on one block of the vectors after another, and what an operation writes is still in the core's cache when
+the next one reads it. An elementwise operation computes the same in every block, to the last bit.
 """
 
 from __future__ import annotations
