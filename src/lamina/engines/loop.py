@@ -21,7 +21,7 @@ and gradients are flat vectors [p]. The words of this file:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -34,6 +34,7 @@ from lamina.base.finite import all_finite
 from lamina.channel.channel import Link
 from lamina.data.dataset import Dataset
 from lamina.data.feed import as_augmentation, training_inputs
+from lamina.engines.blocks import Recordings, Step
 from lamina.engines.divergence import StepCheck, diverged_upload
 from lamina.engines.personal import client_broadcast, client_result, first_record, pass_channel, personal_model, unpack
 from lamina.engines.state import RoundReport, RoundSums, State, client_weights, close_round, copy_buffers
@@ -69,6 +70,7 @@ class Loop:
     record_trust_ratios: bool = False
     name: ClassVar[str] = "loop"
     why: str = "it is the reference"  # the reason for this engine, which messages quote
+    _recordings: Recordings = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def run_round(self, state: State, plan: RoundPlan) -> tuple[State, RoundReport]:
         """Run one round: broadcast, local training of every active client, mean, server update."""
@@ -152,6 +154,8 @@ class Loop:
         # the original Mime: `step` gets g(y) - g(x), and adds the mean gradient that the server has sent
         control = down.x if needs.control_variate else None
         local = algorithm.begin(down, client, info)
+        # `algorithm.step`, in blocks if the model is large; a local state is not kept unless it is watched
+        step = Step(algorithm, self._recordings, may_overwrite=watch is None)
         losses = []
         with rng.forked(self.objective.device):  # the module may draw random numbers; the caller must not notice
             for k in range(int(plan.steps[c])):
@@ -162,7 +166,7 @@ class Loop:
                     point = algorithm.second_point(local, down, grad, info.lr, layers)
                     # a copy, because only the pass at y updates the buffers
                     more["second_grad"], _ = self._gradient(point, copy_buffers(buffers), batch, control)
-                after = algorithm.step(local, down, grad, info.lr, layers, **more)
+                after = step(local, down, grad, info.lr, layers, **more)
                 losses.append(loss)
                 if watch is not None:
                     watch(k, loss, grad, local, after)

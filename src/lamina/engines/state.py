@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, ServerInfo, as_sent, with_displacement
+from lamina.base.finite import all_finite
 from lamina.channel.channel import OPEN, Channel
 from lamina.channel.privacy import Privacy
 from lamina.engines.divergence import diverged
@@ -153,7 +155,7 @@ class ServerStep(NamedTuple):
     server: Any  # the algorithm's new Server record
     buffers: Buffers
     displacement: Tensor  # mean delta_i, as the aggregation combined it
-    measured: Tensor  # ||x+ - x||, ||mean delta_i - (x+ - x)||^2, and whether x+ is finite; float64
+    measured: Tensor  # ||x+ - x|| and ||mean delta_i - (x+ - x)||^2; float64
 
 
 def step_server(
@@ -169,8 +171,7 @@ def step_server(
     server = algorithm.update(state.server, as_sent(algorithm, up), info)
     moved = (server.x - state.server.x).double()
     gap = sums.up.delta.double() - moved
-    measured = [torch.linalg.vector_norm(moved), torch.dot(gap, gap), torch.isfinite(server.x).all().double()]
-    return ServerStep(server, buffers, up.delta, torch.stack(measured))
+    return ServerStep(server, buffers, up.delta, torch.stack([torch.linalg.vector_norm(moved), torch.dot(gap, gap)]))
 
 
 def close_round(
@@ -189,8 +190,9 @@ def close_round(
         clip_bound = sums.privacy.next_bound(plan.number, sums.within, plan.share)
         bound_of_round = sums.privacy.adaptive_bound
     step = step_server(algorithm, objective, state, plan, sums) if sums.server_step is None else sums.server_step
-    update_norm, gap, finite = step.measured.tolist()
-    if not finite:
+    update_norm, gap = step.measured.tolist()
+    # a NaN or an infinity in x+ makes the norm one; the other way round the norm may overflow
+    if not (math.isfinite(update_norm) or all_finite(step.server.x)):
         raise diverged(objective.shared_layers, step.server.x, plan.number, plan.lr, client=None)
     layers = objective.shared_layers
     # Which clients hold a field tells who has taken part, so with secret cohorts it is sent to all every time.

@@ -381,7 +381,7 @@ class Stacked:
                 now.clients[row.member][now.client_id(row)] = kept[r]
         for e, (total_up, total_buffers) in totals.items():
             now.sums[e].up, now.sums[e].buffers = total_up, total_buffers
-        for e, measured in zip(steps, of_steps.reshape(-1, 3), strict=False):  # there are no steps if a row diverged
+        for e, measured in zip(steps, of_steps.reshape(-1, 2), strict=False):  # there are no steps if a row diverged
             now.sums[e].server_step = steps[e]._replace(measured=torch.from_numpy(measured))
 
     def _begin_next(self, now: RoundInProgress, steps: dict[int, ServerStep]) -> bool:
