@@ -1,9 +1,7 @@
-"""What Flower leaves to the client; Krum, which lamina lacks, from its paper; FedAdam with Flower's correction."""
+"""What Flower leaves to the client, and Krum, which lamina lacks, from its paper."""
 
 import torch
 from flwr.serverapp.strategy import Krum
-
-import lamina
 
 
 def fedprox_docs(model, batches, lr, loss, mu):
@@ -51,12 +49,3 @@ class PaperKrum:
 def krum(num_malicious_nodes=1):
     """Return Flower's Krum."""
     return Krum(num_malicious_nodes=num_malicious_nodes)
-
-
-@lamina.algorithm("flower_fedadam", title="FedAdam as Flower corrects it", lr=0.1)
-class FlowerFedAdam(lamina.FedAdam):
-    """FedAdam whose rate in round r is multiplied by sqrt(1 - beta2^(r + 1)) / (1 - beta1^(r + 1))."""
-
-    def as_used(self, m, v, round):
-        """Return the moments as the step uses them."""
-        return m * (1 - self.beta2 ** (round + 1)) ** 0.5 / (1 - self.beta1 ** (round + 1)), v

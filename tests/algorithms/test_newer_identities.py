@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from paper_problem import (
     trajectory,
     vectors,
 )
-from quadratics import OPTIMUM, on_quadratics
+from quadratics import CENTRES, CURVATURES, OPTIMUM, on_quadratics
 
 # --- momentum and adaptivity on the server ------------------------------------------------------------------------
 
@@ -172,6 +173,34 @@ def test_feddyn_finds_the_optimum_of_all_clients() -> None:
     ]
     assert float((ends[0] - OPTIMUM).norm()) < 1e-8
     assert float((ends[1] - OPTIMUM).norm()) > 1e-2
+
+
+@pytest.mark.parametrize("cohort_size", [4, 2])
+def test_feddyn_of_clients_weighted_by_their_examples_needs_all_of_them(cohort_size: int) -> None:
+    """It ends at the optimum of the sum of n_i F_i, but with smaller cohorts far from that and from OPTIMUM (C20)."""
+    examples = [1.0, 2.0, 5.0, 8.0]
+    n = torch.tensor(examples, dtype=torch.float64)[:, None]
+    weighted_optimum = (n * CURVATURES * CENTRES).sum(0) / (n * CURVATURES).sum(0)
+    x = on_quadratics(
+        make("feddyn", {"alpha": 1.0}), 0.2, 200, steps=[10] * 4, cohort_size=cohort_size, weights=examples
+    )[0]
+    gaps = [float((x - point).norm()) for point in (weighted_optimum, OPTIMUM)]
+    if cohort_size == 4:
+        assert gaps[0] < 1e-8
+        assert gaps[1] > 0.5
+    else:
+        assert min(gaps) > 0.1
+
+
+def test_feddyn_warns_of_smaller_cohorts_weighted_by_their_examples(caplog: pytest.LogCaptureFixture) -> None:
+    by_examples = {"weighting": "examples"}
+    with caplog.at_level(logging.WARNING, "lamina"):
+        for settings in ({}, {"participation": 1.0, **by_examples}):
+            simulate(make("feddyn"), **settings)
+        assert not caplog.messages
+        simulate(make("feddyn"), **by_examples)
+    start = 'FedDyn with weighting = "examples" needs all clients in every round: with smaller cohorts it diverges, or'
+    assert [m for m in caplog.messages if m.startswith(start)]
 
 
 def test_feddyn_without_alpha_is_not_fedavg() -> None:

@@ -61,6 +61,9 @@ def test_settings_and_presets_are_ours(mine, capsys):
         (["fedavg", "{mine}:step", "--half", "client"], "is a local half, not a whole client"),
         (["fedavg", "{mine}:step", "--tolerance", "-1"], "tolerance = -1.0 is not a number > 0"),
         (["fedavg", "{mine}:step", "--steps", "0"], "--steps"),
+        (["fedprox", "{mine}:step", "--mu", "0.2"], "no such option '--mu'; give it as --set mu=0.2; see"),
+        (["fedprox", "{mine}:step", "--lr", "0.2"], "no such option '--lr'; give it as --set lr=0.2; see"),
+        (["fedprox", "{mine}:step", "--rounds", "3"], "no such option '--rounds'; see lamina conform --help"),
     ],
 )
 def test_user_errors_are_one_line(mine, capsys, arguments, message):

@@ -115,6 +115,7 @@ def test_a_running_maximum_is_told_from_none():
 
 def test_a_second_gradient_is_that_of_the_method():
     assert lamina.conform("fedsam", lambda y, second_grad, grad, lr: y - lr * second_grad).same
+    assert lamina.conform("fedsam", lambda y, second_grad, lr: y - lr * second_grad).same
 
 
 def test_the_loss_of_a_batch_is_given_where_the_method_asks_for_it():

@@ -6,6 +6,7 @@ three of them are active in a round. Only the round plan is shared between the l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,6 +139,8 @@ def federate(algorithm: Any, server: Any, grads: torch.Tensor, info: Infos) -> A
     return algorithm.update(server, mean_of(ups), info[0])
 
 
-def mean_of(ups: list[Any]) -> Any:
-    """Return the mean of uploads, without the fields that are not sent."""
-    return type(ups[0])(*(None if f[0] is None else torch.stack(f).mean(0) for f in zip(*ups, strict=True)))
+def mean_of(ups: list[Any], weights: Sequence[float] | None = None) -> Any:
+    """Return the mean of uploads, uniform without weights, and without the fields that are not sent."""
+    w = torch.tensor(weights or [1.0] * len(ups), dtype=torch.float64)[:, None]
+    means = [None if f[0] is None else (w * torch.stack(f)).sum(0) / w.sum() for f in zip(*ups, strict=True)]
+    return type(ups[0])(*means)

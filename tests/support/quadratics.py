@@ -20,7 +20,14 @@ STEPS = (2, 3, 10, 5)  # of clients that take different numbers of steps
 
 
 def on_quadratics(
-    algorithm: Any, lr: float, rounds: int, *, start: float = 0.0, steps: Sequence[int] = STEPS, cohort_size: int = 4
+    algorithm: Any,
+    lr: float,
+    rounds: int,
+    *,
+    start: float = 0.0,
+    steps: Sequence[int] = STEPS,
+    cohort_size: int = 4,
+    weights: Sequence[float] = (1, 1, 1, 1),
 ) -> tuple[Tensor, Any]:
     """Return the server's model after some rounds with cohorts drawn at random, and what the clients keep."""
     layers, draw = lamina.Layers({"x": (2,)}), np.random.default_rng(0)
@@ -38,7 +45,7 @@ def on_quadratics(
                 local = algorithm.step(local, down, CURVATURES[i] * (local.y - CENTRES[i]), lr, layers)
             up, clients[i] = algorithm.finish(local, down, clients[i], client_info)
             ups.append(up)
-        server = algorithm.update(server, mean_of(ups), info)
+        server = algorithm.update(server, mean_of(ups, [weights[i] for i in cohort]), info)
     return server.x, clients
 
 

@@ -222,6 +222,18 @@ def fedcm(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Re
         yield Record({"x": x, "momentum": momentum}, deltas=deltas)
 
 
+def _adam_step(
+    o: Options, r: int, D: Array, x: Array, m: Array, v: Array, v_hat: Array
+) -> tuple[Array, Array, Array, Array]:
+    """Adam on the server, with -D for the gradient: the next x, m, v and v_hat, which is v without a maximum."""
+    m = o.beta1 * m + (1 - o.beta1) * D
+    v = o.beta2 * v + (1 - o.beta2) * D**2
+    v_hat = np.maximum(v_hat, v) if o.amsgrad else v
+    m_used, v_used = (m / (1 - o.beta1**r), v_hat / (1 - o.beta2**r)) if o.bias_correction else (m, v_hat)
+    step = rate_factor(o, r) * m_used / (np.sqrt(v_used + o.root_eps) + o.tau)
+    return x + o.server_lr * step, m, v, v_hat
+
+
 def fedadam_star(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
     """FedCM's clients, Adam on the server; FedAdam is alpha = 1."""
     x, m, momentum = x0.copy(), np.zeros_like(x0), np.zeros_like(x0)
@@ -230,11 +242,7 @@ def fedadam_star(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iter
         mean = averager(rnd, o.by_examples)
         deltas = [_fedcm_client(o, x, momentum, rnd, c, gradient) for c in range(len(rnd.cohort))]
         D = mean(deltas)
-        m = o.beta1 * m + (1 - o.beta1) * D
-        v = o.beta2 * v + (1 - o.beta2) * D**2
-        v_hat = np.maximum(v_hat, v) if o.amsgrad else v
-        m_used, v_used = (m / (1 - o.beta1**r), v_hat / (1 - o.beta2**r)) if o.bias_correction else (m, v_hat)
-        x = x + o.server_lr * rate_factor(o, r) * m_used / (np.sqrt(v_used + o.root_eps) + o.tau)
+        x, m, v, v_hat = _adam_step(o, r, D, x, m, v, v_hat)
         momentum = -D / (rnd.lr * mean(list(rnd.steps)))
         server = {"x": x, "m": m, "v": v, "momentum": momentum} | ({"v_hat": v_hat} if o.amsgrad else {})
         yield Record(server, deltas=deltas)
@@ -251,12 +259,7 @@ def fedadam(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[
             for batch in batches(rnd, c):
                 y = y - rnd.lr * (gradient(y, batch) + o.decay * y)
             deltas.append(y - x)
-        D = mean(deltas)
-        m = o.beta1 * m + (1 - o.beta1) * D
-        v = o.beta2 * v + (1 - o.beta2) * D**2
-        v_hat = np.maximum(v_hat, v) if o.amsgrad else v
-        m_used, v_used = (m / (1 - o.beta1**r), v_hat / (1 - o.beta2**r)) if o.bias_correction else (m, v_hat)
-        x = x + o.server_lr * rate_factor(o, r) * m_used / (np.sqrt(v_used + o.root_eps) + o.tau)
+        x, m, v, v_hat = _adam_step(o, r, mean(deltas), x, m, v, v_hat)
         yield Record({"x": x, "m": m, "v": v} | ({"v_hat": v_hat} if o.amsgrad else {}), deltas=deltas)
 
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -196,8 +196,11 @@ class Algorithm(ABC):
     Channels, differential privacy and robust means are then refused.
     """
 
-    all_clients: ClassVar[bool] = False
-    """Whether the method needs all clients in every round to find the right model: smaller cohorts are warned of."""
+    all_clients: ClassVar[bool | Literal["examples"]] = False
+    """Whether the method needs all clients in every round to find the right model: smaller cohorts are warned of.
+
+    "examples": only if the run weights clients by their examples.
+    """
 
     def displacement(self, up: Any) -> Tensor:
         """Return y_K - x from an upload whose field ``delta`` is None, because other fields hold it in another form.

@@ -3,7 +3,8 @@
 Acar et al. 2021, "Federated learning based on dynamic regularization". Its full text was not at hand: this follows the
 authors' code and our memory of the paper, with q_i = -h_i / alpha and q = -h / alpha, so that nothing is divided by
 alpha: q_i is the sum of the client's displacements, and q the mean of all N clients' q_i. (A run that weights clients
-by their examples also weights them in q.) "C20" is an entry in the list of choices: docs/reference/algorithms.md.
+by their examples also weights them in q, which is the weighted mean of all q_i only if all clients take part.) "C20"
+is an entry in the list of choices: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Local(NamedTuple):
 )
 class FedDyn(Algorithm):
     """SGD on F_i(y) - <h_i, y> + alpha/2 ||y - x||^2."""
+
+    all_clients = "examples"  # C20
 
     alpha: Number = option(0.01, "alpha, weight of the regulariser (C20)", low=0.0, open_low=True)
     decay: Number = option(0.0, "lambda, weight decay", low=0.0)

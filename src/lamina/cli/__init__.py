@@ -120,17 +120,19 @@ def print_usage_error(error: click.UsageError, arguments: list[str]) -> None:
 
 
 def set_hint(error: click.UsageError, arguments: list[str]) -> str:
-    """Return how a key of the experiment file is set that was given as an option, or as an argument key=value."""
+    """Return how a key that was given as an option, or as an argument key=value, is set."""
+    from lamina.cli.conform import settable_names
     from lamina.experiment.config import key_places
 
     if not isinstance(error, click.NoSuchOption):
         given = [word for word in arguments if "=" in word and f"({word}" in error.format_message()]
         return f"; give it as --set {given[0]}" if given else ""
     command = error.ctx.command if error.ctx else None
-    option, places = (
-        error.option_name,
-        key_places(*(name for name in ("compare", "tune") if command and command.name == name)),
-    )
+    option, command_name = error.option_name, command.name if command else None
+    if command_name == "conform":  # which reads no experiment file
+        places = {name: name for name in settable_names()}
+    else:
+        places = key_places(*(section for section in ("compare", "tune") if section == command_name))
     words = list(itertools.chain.from_iterable(word.split("=", 1) for word in arguments))
     values = words[words.index(option) + 1 :][:1] if option in words else []
     value = values[0] if values and not values[0].startswith("--") else "…"

@@ -62,6 +62,14 @@ def conform(
         raise typer.Exit(1)
 
 
+def settable_names() -> list[str]:
+    """Return what --set takes with one algorithm or another."""
+    from lamina import algorithms
+
+    options = {name for algorithm in algorithms.registry().values() for name in algorithms.options(algorithm)}
+    return [*SETTINGS, "preset", *sorted(options)]
+
+
 def parse(option: str, text: str) -> tuple[str, Any]:
     """Return the name and the value of ``name=value``; the value is TOML, and a bare word is a string."""
     name, equals, value = text.partition("=")

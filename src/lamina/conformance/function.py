@@ -16,7 +16,7 @@ Half = Literal["local", "server", "client"]
 MODEL_NAMES: Mapping[Half, str] = {"local": "y", "server": "x", "client": "y"}  # the verdict is about this quantity
 TITLES: Mapping[Half, str] = {"local": "a local half", "server": "a server half", "client": "a whole client"}
 HALF_PARAMETERS: Mapping[Half, tuple[str, ...]] = {  # a function with one of these parameters is that half
-    "client": ("model", "batches"), "local": ("grad",), "server": ("delta", "deltas", "x"),
+    "client": ("model", "batches"), "local": ("grad", "second_grad"), "server": ("delta", "deltas", "x"),
 }  # fmt: skip
 EXPECTED = (
     "a torch optimizer's class or a function that creates one from `params`, a Flower strategy, or a function of "

@@ -34,7 +34,7 @@ from lamina.flower.roster import Roster
 from lamina.flower.setup import Setup
 from lamina.rounds.aggregation import combine_vectors
 from lamina.rounds.plan import RoundFacts
-from lamina.rounds.settings import needs_all_clients
+from lamina.rounds.settings import needs_all_clients, smaller_cohort
 from lamina.storage.checkpoint import load_newest
 from lamina.storage.identity import of_run
 from lamina.training import evaluation
@@ -211,8 +211,9 @@ class Server:
             for line in ending_soon(self.keys):
                 record.note(line, of_cohort=False)
             down, updates = self._attempt(cohort, needed, record)
-            if needed <= len(updates) < len(cohort) and self.algorithm.all_clients:
-                self._note_once(record, needs_all_clients(self.algorithm, "quorum = 1.0, which repeats such rounds"))
+            is_smaller = needed <= len(updates) < len(cohort)
+            if is_smaller and needs_all_clients(self.algorithm, self.protocol.weighting):
+                self._note_once(record, smaller_cohort(self.algorithm, "quorum = 1.0, which repeats such rounds"))
             self._warn(record)
             if len(updates) >= needed:
                 return *self._close(down, updates, record), record

@@ -185,8 +185,8 @@ class TrainSettings:
             }
             for name in (name for name, is_changed in changed.items() if is_changed):
                 raise BadInput(f"{name}: {title} needs the mean of the uploads as they were computed: leave {name} out")
-        if algorithm.all_clients and (self.participation < 1 or self.chooser is not None):
-            log.warning(needs_all_clients(algorithm, "participation = 1"))
+        if needs_all_clients(algorithm, self.weighting) and (self.participation < 1 or self.chooser is not None):
+            log.warning(smaller_cohort(algorithm, "participation = 1"))
 
     @classmethod
     def names(cls, without: Mapping[str, bool] | None = None) -> list[str]:
@@ -270,11 +270,17 @@ class TrainSettings:
         }
 
 
-def needs_all_clients(algorithm: Algorithm, advice: str) -> str:
-    """Return the warning that a cohort of an algorithm with `all_clients` is smaller, and what to set instead."""
+def needs_all_clients(algorithm: Algorithm, weighting: str) -> bool:
+    """Return whether an algorithm needs all clients in every round, if clients are weighted in this way."""
+    return algorithm.all_clients is True or algorithm.all_clients == weighting
+
+
+def smaller_cohort(algorithm: Algorithm, advice: str) -> str:
+    """Return the warning that an algorithm needs all clients and a cohort is smaller, and what to set instead."""
+    weighted = "" if algorithm.all_clients is True else f' with weighting = "{algorithm.all_clients}"'
     return (
-        f"{algorithm.card.title} needs all clients in every round: with smaller cohorts it diverges, or converges to a "
-        f"model that depends on who took part when: set {advice}"
+        f"{algorithm.card.title}{weighted} needs all clients in every round: with smaller cohorts it diverges, or "
+        f"converges to a model that depends on who took part when: set {advice}"
     )
 
 
