@@ -151,6 +151,21 @@ def test_own_metrics_are_named_if_they_are_missing(tmp_path):
     assert set(run.evaluate(points(), metrics=[ones, "accuracy"])) == {"loss", "ones", "accuracy"}
 
 
+def test_metrics_out_of_a_missing_module_say_what_to_give(tmp_path, monkeypatch):
+    (tmp_path / "metrics_of_mine.py").write_text("def first(outputs, targets):\n    return outputs[0, 0]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    trained(tmp_path / "run", metrics=["metrics_of_mine:first"])
+    monkeypatch.undo()
+    del sys.modules["metrics_of_mine"]
+    run = lamina.load(tmp_path / "run")
+    with pytest.raises(lamina.BadInput, match=r"'metrics_of_mine:first': No module named.*give metrics=") as error:
+        run.evaluate(points())
+    assert "\n" not in str(error.value)
+    assert set(run.evaluate(points(), metrics=["accuracy"])) == {"loss", "accuracy"}
+    with pytest.raises(lamina.BadInput, match="unknown metric 'acuracy'; did you mean 'accuracy'"):
+        run.evaluate(points(), metrics=["acuracy"])
+
+
 def test_a_folder_without_model_json_is_refused(tmp_path):
     trained(tmp_path / "run")
     (tmp_path / "run" / "model.json").unlink()

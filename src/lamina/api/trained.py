@@ -24,7 +24,7 @@ from lamina.data.readers.new import NewData, read_inputs, read_labelled
 from lamina.data.samples import in_form_of, new_inputs, sample_like
 from lamina.engines.devices import arithmetic, choose_device, usable_precision
 from lamina.experiment.runs.client_state import client_module
-from lamina.experiment.runs.model_file import build_loss, build_model
+from lamina.experiment.runs.model_file import MissingCode, build_loss, build_model
 from lamina.experiment.runs.records import Record, read_json, read_record
 from lamina.models.registry import Factory
 from lamina.objective import losses
@@ -311,8 +311,13 @@ class TrainedRun:
         for name in names or ():
             if ":" not in name and name not in METRICS:
                 code = self._facts["own_metrics"].get(name, name)
-                raise BadInput(f"the run's metric '{name}' is your own function '{code}': give metrics=[…] with it")
-        return find_all(names if given is None else given)
+                raise MissingCode(f"the run's metric '{name}' is your own function '{code}': give metrics=[…] with it")
+        try:
+            return find_all(names if given is None else given)
+        except BadInput as error:
+            if given is not None:
+                raise
+            raise MissingCode(f"the run's metric is your own: {error}; give metrics=[…] with it") from error
 
     def __repr__(self) -> str:
         data, algorithm = self.config["data"]["name"], self.config["algorithm"]["name"]
