@@ -50,14 +50,16 @@ def test_the_wheel_runs_the_demo_without_the_clone(tmp_path):
 
 def required(distribution):
     """Return the names of what a distribution requires without its extras, and of what that requires in turn."""
-    names, left = set(), [distribution]
+    found, left = set(), [(distribution, "")]
     while left:
-        for requirement in map(Requirement, left.pop().requires or ()):
-            is_optional = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
-            if requirement.name not in names and not is_optional:
-                names.add(requirement.name)
-                left.append(metadata.distribution(requirement.name))
-    return names
+        requiring, extra = left.pop()
+        for requirement in map(Requirement, requiring.requires or ()):
+            if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+                continue
+            asked = {(requirement.name, one) for one in ("", *requirement.extras)}
+            left += [(metadata.distribution(name), one) for name, one in sorted(asked - found)]
+            found |= asked
+    return {name for name, _ in found}
 
 
 def link(distribution, site_packages):

@@ -76,7 +76,8 @@ def test_codes_of_any_width_survive_the_wire():
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "fedlamb"])
 def test_differential_privacy_is_the_simulations(algorithm, tmp_path):
     """With the same noise: a federation's is another one otherwise, because its server does not know the data."""
-    privacy = Privacy(0.05, 1e-3, 1.0, quantile=0.4, noise=Noise(b"fixed", 0.3, count_deviation=0.1))
+    noise = Noise(b"fixed", 0.3, count_deviation=0.1)
+    privacy = Privacy(0.05, 1e-3, 1.0, quantile=0.4, secret_cohorts=False, noise=noise)
     setup = Setup(
         tmp_path, algorithm, model=lambda: small_model().double(), rounds=3, privacy=privacy, channel="qsgd",
         local_steps=2,
