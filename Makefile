@@ -43,10 +43,10 @@ test-all: lint
 	$(PYTEST) $(ALL) $(MEASURED) --cov=src/lamina/algorithms --cov-fail-under=100 --cov-report=term-missing:skip-covered
 	$(MAKE) test-federation
 
-# Four workers even on two cores, because these tests wait more than they compute. Their conftest.py shares them out.
+# Files run side by side, because these tests wait more than they compute.
 .PHONY: test-federation
 test-federation: $(VENV)/.installed
-	$(BIN)/pytest -vv -n 4 --durations=0 tests/federation
+	$(BIN)/pytest -vv -n 2 --dist loadfile --durations=0 tests/federation
 
 # It takes minutes, and the time of CI is limited.
 .PHONY: test-federation-long

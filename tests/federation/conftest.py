@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from xdist.scheduler import LoadFileScheduling
 
 from federation.harness import NODES, Say, left
 
@@ -17,17 +16,6 @@ HERE = Path(__file__).parent
 def pytest_ignore_collect(collection_path, config):
     asked = any(Path(str(argument).partition("::")[0]).resolve().is_relative_to(HERE) for argument in config.args)
     return None if asked else True
-
-
-class ByFile(LoadFileScheduling):
-    """Give each file a worker of its own, but the clock's that of a short one: it measures when fewer others run."""
-
-    def _split_scope(self, nodeid):
-        return super()._split_scope(nodeid).replace("test_time", "test_attacked")
-
-
-def pytest_xdist_make_scheduler(config, log):
-    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)
