@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim._muon import muon
+from torch.utils.flop_counter import FlopCounterMode
 
 import lamina
+import more_transcriptions
 import transcriptions as T  # noqa: N812
 from given_rounds import ALONE, GRADIENT, history, rounds_of, rounds_of_one_client
 from lamina import BadInput, Layers
@@ -76,6 +78,44 @@ def test_newton_schulz_ignores_scale_and_order() -> None:
     close(newton_schulz(u[..., order]), o[..., order])
     close(newton_schulz(u.mT), o.mT)
     assert (newton_schulz(torch.zeros(1, 3, 4)) == 0).all()
+
+
+# wide, tall, hardly wide (single iterations), a batch
+LONG = pytest.mark.parametrize("shape", [(1, 24, 200), (1, 200, 24), (1, 24, 36), (3, 10, 37)], ids=str)
+
+
+@LONG
+@pytest.mark.parametrize("decades", [0, 6])
+def test_newton_schulz_takes_five_plain_iterations(shape: tuple[int, ...], decades: int) -> None:
+    """Pairs of iterations equal single ones up to rounding, also where singular values cover six decades."""
+    p, _, q = torch.linalg.svd(normal(*shape), full_matrices=False)
+    u = p * torch.logspace(0, -decades, min(shape[1:]), dtype=torch.float64) @ q
+    expected = more_transcriptions.newton_schulz(u.numpy())
+    for o, rtol in ((newton_schulz(u), 1e-12), (newton_schulz(u.float()), 1e-4)):
+        assert float(np.abs(o.numpy() - expected).max()) <= rtol * np.abs(expected).max()
+
+
+@LONG
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_long_matrices_take_fewer_operations(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Products with n^2 m and n^3 multiplications: 10 and 5, or 6 and 11; never in bfloat16, which rounds too much."""
+    n, m = sorted(shape[1:])
+    with FlopCounterMode(display=False) as counter:
+        newton_schulz(normal(*shape).to(dtype))
+    long, short = (6, 11) if 2 * m > 3 * n and dtype == torch.float32 else (10, 5)
+    assert counter.get_total_flops() == shape[0] * 2 * (long * n * n * m + short * n**3)
+
+
+@LONG
+def test_matrices_of_a_batch_do_not_touch(shape: tuple[int, ...]) -> None:
+    """Zeros stay zeros, and NaN stays in its matrix."""
+    u = normal(3, *shape[1:])
+    spoilt = torch.cat([u, u[:2]])
+    spoilt[3, 0, 1], spoilt[4] = torch.nan, 0.0
+    o = newton_schulz(spoilt)
+    close(o[:3], newton_schulz(u), rtol=1e-12)
+    assert o[3].isnan().any()
+    assert (o[4] == 0).all()
 
 
 # --- oracles ------------------------------------------------------------------------------------------------------
