@@ -26,6 +26,19 @@ CASES = [  # clients, batch, in, out, height, width, kernel, stride, padding
     (3, 7, 512, 512, 4, 4, (3, 3), (1, 1), (1, 1)),
     (2, 3, 64, 72, 9, 11, (5, 3), (1, 1), (2, 1)),
     (2, 3, 40, 24, 13, 6, (3, 3), (1, 1), (2, 2)),
+    # stride 2: every second row and column
+    (3, 5, 64, 128, 32, 32, (3, 3), (2, 2), (1, 1)),
+    (2, 3, 64, 64, 17, 15, (3, 3), (2, 2), (1, 1)),
+    (2, 3, 16, 16, 9, 12, (5, 5), (2, 2), (2, 2)),
+    (2, 2, 16, 24, 7, 7, (2, 2), (2, 2), (0, 0)),
+    (2, 5, 128, 256, 16, 16, (1, 1), (2, 2), (0, 0)),
+    (2, 3, 16, 16, 1, 6, (3, 3), (2, 2), (1, 1)),
+    # few channels: boxes with a halo, where the images are large enough
+    (3, 7, 64, 64, 32, 32, (3, 3), (1, 1), (1, 1)),
+    (3, 2, 16, 24, 40, 20, (3, 3), (1, 1), (0, 2)),
+    (150, 2, 8, 64, 17, 16, (3, 3), (1, 1), (1, 1)),
+    (2, 3, 64, 32, 64, 64, (3, 3), (1, 1), (1, 1)),
+    (2, 3, 32, 32, 40, 4, (3, 3), (1, 1), (1, 1)),
     # ResNet-18 with ImageNet's stem on 32x32: its first layer, and its last ones at 2x2 and 1x1
     (3, 7, 3, 64, 32, 32, (7, 7), (2, 2), (3, 3)),
     (3, 7, 256, 512, 2, 2, (3, 3), (2, 2), (1, 1)),
@@ -77,7 +90,7 @@ def test_the_gradient_cut_into_parts_is_the_same(monkeypatch):
         assert error(bias, g.double().reshape(4, -1, *g.shape[1:]).sum((1, 3, 4))) < 1e-6
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[3], CASES[5], CASES[10]])
+@pytest.mark.parametrize("case", [*CASES[2:4], *CASES[5:7], CASES[10], *CASES[14:24]])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 def test_a_convolution_with_a_bias(case, dtype, tolerance):
     x, _, w, g, expected, *_ = problem(case, dtype)

@@ -2,14 +2,15 @@
 
 `convolution.py` computes the address of every pixel it reads; here one instruction asks for a box of the image,
 shifted by a tap of the kernel, and pixels outside the image (or beyond the client's last sample) arrive as zeros. The
-products read the boxes from shared memory as they come. Stride 1 and channels in multiples of 8; bfloat16. Written in
+products read the boxes from shared memory as they come. Stride 1 or 2, channels in multiples of 8; bfloat16. Written in
 Gluon, Triton's lower level, because plain Triton stages such boxes through registers and, up to 3.6, overwrites them
 while a product still reads them.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,42 +27,73 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lamina.engines.stacked.gpu.convolution import Pair, Tile
+from lamina.engines.stacked.gpu import halo
+from lamina.engines.stacked.gpu.boxes import by_client, count_boxes, descriptor, every_second
+from lamina.engines.stacked.gpu.convolution import Pair, Tile, empty_images, out_size
 from lamina.engines.stacked.gpu.launch import launch
 
 
 @gluon.jit
 def _fetch(  # type: ignore[no-untyped-def]
-    step, steps, x, w, pixels, weights, ready, client, sample, top, left, column0,
-    KW: gl.constexpr, CHUNKS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr,
+    step, steps, x, odd_column, odd_row, odd_both, w, pixels, weights, ready, client, sample, top, left, column0,
+    KW: gl.constexpr, PAD_H: gl.constexpr, PAD_W: gl.constexpr, STRIDE: gl.constexpr,
+    TAP: gl.constexpr, TAP_ROW: gl.constexpr, TAP_COLUMN: gl.constexpr,
+    CHUNKS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr,
 ):  # fmt: skip
     """Start the loads of one step: a box of pixels and the weights that go with it."""
-    tap = step // CHUNKS
     channel = step % CHUNKS * BK
     stage = step % STAGES
     barrier = ready.index(stage)
     wanted = step < steps
+    row = step // CHUNKS // KW
+    column = step // CHUNKS % KW
+    tap = TAP + row * TAP_ROW + column * TAP_COLUMN
     mbarrier.expect(barrier, x.block_type.nbytes + w.block_type.nbytes, pred=wanted)
+    box = pixels.index(stage)
     if BACK:
-        place = [client, sample, top - tap // KW, left - tap % KW, channel]
+        place = [client, sample, top + PAD_H - row, left + PAD_W - column, channel]
+        tma.async_copy_global_to_shared(x, place, barrier, box, pred=wanted)
         which = [client, channel, tap, column0]
     else:
-        place = [client, sample, top + tap // KW, left + tap % KW, channel]
+        _fetch_pixels(x, odd_column, odd_row, odd_both, barrier, box, wanted, client, sample, top, left,
+                      row - PAD_H, column - PAD_W, channel, STRIDE)  # fmt: skip
         which = [client, column0, tap, channel]
-    tma.async_copy_global_to_shared(x, place, barrier, pixels.index(stage), pred=wanted)
     tma.async_copy_global_to_shared(w, which, barrier, weights.index(stage), pred=wanted)
 
 
 @gluon.jit
+def _fetch_pixels(  # type: ignore[no-untyped-def]
+    x, odd_column, odd_row, odd_both, barrier, box, wanted, client, sample, top, left, down, right, channel,
+    STRIDE: gl.constexpr,
+):  # fmt: skip
+    """Start to load what a tap, `down` and `right` of the first one, meets. Stride 2: one of four images has it."""
+    if STRIDE == 1:
+        place = [client, sample, top + down, left + right, channel]
+        tma.async_copy_global_to_shared(x, place, barrier, box, pred=wanted)
+    else:
+        place = [client, sample, top + (down >> 1), left + (right >> 1), channel]
+        even_row = (down & 1) == 0
+        even_column = (right & 1) == 0
+        tma.async_copy_global_to_shared(x, place, barrier, box, pred=wanted & even_row & even_column)
+        tma.async_copy_global_to_shared(odd_column, place, barrier, box, pred=wanted & even_row & (right & 1 == 1))
+        tma.async_copy_global_to_shared(odd_row, place, barrier, box, pred=wanted & (down & 1 == 1) & even_column)
+        both = wanted & (down & 1 == 1) & (right & 1 == 1)
+        tma.async_copy_global_to_shared(odd_both, place, barrier, box, pred=both)
+
+
+@gluon.jit
 def _product(  # type: ignore[no-untyped-def]
-    x, w, y, bias, bias_client, steps, height, width,
-    DEPTH: gl.constexpr, KW: gl.constexpr, PAD_H: gl.constexpr, PAD_W: gl.constexpr, COLUMNS: gl.constexpr,
+    x, odd_column, odd_row, odd_both, w, y, bias, bias_client, steps, height, width,
+    DEPTH: gl.constexpr, KW: gl.constexpr, PAD_H: gl.constexpr, PAD_W: gl.constexpr, STRIDE: gl.constexpr,
+    TAP: gl.constexpr, TAP_ROW: gl.constexpr, TAP_COLUMN: gl.constexpr, COLUMNS: gl.constexpr,
     NB: gl.constexpr, BH: gl.constexpr, BW: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, BACK: gl.constexpr, BIASED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Compute y[pixel, n] = bias[n] + the sum over taps and channels of x[shifted pixel, channel] w[n, tap, channel].
 
-    BACK: the gradient of the input: the shift is the other way round, and w is read as [channel, tap, n].
+    BACK: the gradient of the input: the shift is the other way round, and w is read as [channel, tap, n]. The taps of
+    w from TAP on, so many rows and columns apart, make the kernel. With stride 2, x and the three images after it are
+    every second row and column of the input.
     """
     BM: gl.constexpr = NB * BH * BW
     TILES: gl.constexpr = (COLUMNS + BN - 1) // BN
@@ -84,12 +116,9 @@ def _product(  # type: ignore[no-untyped-def]
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
 
-    # the first tap of the kernel lies up and to the left of a pixel, or on the way back down and to the right
-    first_row = top + PAD_H if BACK else top - PAD_H
-    first_column = left + PAD_W if BACK else left - PAD_W
     for i in gl.static_range(STAGES - 1):
-        _fetch(i, steps, x, w, pixels, weights, ready, client, sample, first_row, first_column, column0,
-               KW, CHUNKS, BK, STAGES, BACK)  # fmt: skip
+        _fetch(i, steps, x, odd_column, odd_row, odd_both, w, pixels, weights, ready, client, sample, top, left,
+               column0, KW, PAD_H, PAD_W, STRIDE, TAP, TAP_ROW, TAP_COLUMN, CHUNKS, BK, STAGES, BACK)  # fmt: skip
     sums = warpgroup_mma_init(gl.zeros((BM, BN), gl.float32, layout))
     for step in range(steps):
         stage = step % STAGES
@@ -101,8 +130,9 @@ def _product(  # type: ignore[no-untyped-def]
             b = weights.index(stage).reshape([BN, BK]).permute([1, 0])
         sums = warpgroup_mma(a, b, sums, is_async=True)
         sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))  # the step before has read its buffers
-        _fetch(step + STAGES - 1, steps, x, w, pixels, weights, ready, client, sample, first_row, first_column, column0,
-               KW, CHUNKS, BK, STAGES, BACK)  # fmt: skip
+        _fetch(step + STAGES - 1, steps, x, odd_column, odd_row, odd_both, w, pixels, weights, ready, client, sample,
+               top, left, column0, KW, PAD_H, PAD_W, STRIDE, TAP, TAP_ROW, TAP_COLUMN,
+               CHUNKS, BK, STAGES, BACK)  # fmt: skip
     total = warpgroup_mma_wait(0, deps=[sums])
     if BIASED:
         column = column0 + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
@@ -119,8 +149,8 @@ def _product(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _fetch_pair(  # type: ignore[no-untyped-def]
-    box, boxes, g, x, gradients, pixels, ready, client, across, down, shift_h, shift_w, out0, channel0,
-    stage, NB: gl.constexpr, BH: gl.constexpr, BW: gl.constexpr,
+    box, boxes, g, x, odd_column, odd_row, odd_both, gradients, pixels, ready, client, across, down, shift_h, shift_w,
+    out0, channel0, stage, STRIDE: gl.constexpr, NB: gl.constexpr, BH: gl.constexpr, BW: gl.constexpr,
 ):  # fmt: skip
     """Start the loads of one box of output pixels, and of the input pixels one tap away from them."""
     left = box % across * BW
@@ -130,16 +160,15 @@ def _fetch_pair(  # type: ignore[no-untyped-def]
     wanted = box < boxes
     mbarrier.expect(barrier, g.block_type.nbytes + x.block_type.nbytes, pred=wanted)
     tma.async_copy_global_to_shared(g, [client, sample, top, left, out0], barrier, gradients.index(stage), pred=wanted)
-    tma.async_copy_global_to_shared(
-        x, [client, sample, top + shift_h, left + shift_w, channel0], barrier, pixels.index(stage), pred=wanted
-    )
+    _fetch_pixels(x, odd_column, odd_row, odd_both, barrier, pixels.index(stage), wanted, client, sample, top, left,
+                  shift_h, shift_w, channel0, STRIDE)  # fmt: skip
 
 
 @gluon.jit
 def _weight_gradient(  # type: ignore[no-untyped-def]
-    g, x, dw, boxes, per_part, height, width,
+    g, x, odd_column, odd_row, odd_both, dw, boxes, per_part, height, width,
     IN: gl.constexpr, OUT: gl.constexpr, KH: gl.constexpr, KW: gl.constexpr, PAD_H: gl.constexpr, PAD_W: gl.constexpr,
-    NB: gl.constexpr, BH: gl.constexpr, BW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    STRIDE: gl.constexpr, NB: gl.constexpr, BH: gl.constexpr, BW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Compute dw[o, tap, channel] = sum of g[pixel, o] x[pixel shifted by the tap, channel] over some pixels."""
@@ -166,8 +195,8 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
     for i in gl.static_range(STAGES - 1):
-        _fetch_pair(first + i, last, g, x, gradients, pixels, ready, client, across, down, shift_h, shift_w,
-                    out0, channel0, i, NB, BH, BW)  # fmt: skip
+        _fetch_pair(first + i, last, g, x, odd_column, odd_row, odd_both, gradients, pixels, ready, client, across,
+                    down, shift_h, shift_w, out0, channel0, i, STRIDE, NB, BH, BW)  # fmt: skip
     sums = warpgroup_mma_init(gl.zeros((BM, BN), gl.float32, layout))
     for step in range(last - first):
         stage = step % STAGES
@@ -177,8 +206,8 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
         sums = warpgroup_mma(a, b, sums, is_async=True)
         sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))
         later = step + STAGES - 1
-        _fetch_pair(first + later, last, g, x, gradients, pixels, ready, client, across, down, shift_h, shift_w,
-                    out0, channel0, later % STAGES, NB, BH, BW)  # fmt: skip
+        _fetch_pair(first + later, last, g, x, odd_column, odd_row, odd_both, gradients, pixels, ready, client, across,
+                    down, shift_h, shift_w, out0, channel0, later % STAGES, STRIDE, NB, BH, BW)  # fmt: skip
     total = warpgroup_mma_wait(0, deps=[sums])
     for i in gl.static_range(STAGES):
         mbarrier.invalidate(ready.index(i))
@@ -189,54 +218,91 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     tma.store_wait(0)
 
 
-ALIGNED = 8  # channels: the copy engine wants strides of 16 bytes
+def forward(x: Tensor, w: Tensor, padding: Pair, stride: int = 1, bias: Tensor | None = None) -> Tensor:
+    """Convolve x [C * B, in, H, W] with w [C, out, in, kh, kw], both bfloat16 with the channels last.
 
-
-def forward(x: Tensor, w: Tensor, padding: Pair, bias: Tensor | None = None) -> Tensor:
-    """Convolve x [C * B, in, H, W] with w [C, out, in, kh, kw], both bfloat16 with the channels last."""
-    kh, kw = w.shape[3:]
-    size = x.shape[2] + 2 * padding[0] - kh + 1, x.shape[3] + 2 * padding[1] - kw + 1
-    return _multiply(x, w, w.shape[1], size, padding, False, bias)
-
-
-def input_gradient(g: Tensor, w: Tensor, size: Pair, padding: Pair) -> Tensor:
-    """Return the gradient of the input [C * B, in, H, W] from that of the output."""
-    return _multiply(g, w, w.shape[2], size, padding, True)
-
-
-def _multiply(
-    x: Tensor, w: Tensor, columns: int, size: Pair, padding: Pair, back: bool, bias: Tensor | None = None
-) -> Tensor:
-    clients, _, _, kh, kw = w.shape
-    depth = x.shape[1]
-    y = torch.empty(x.shape[0], columns, *size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    tile = _product_tile(x.shape[0] * size[0] * size[1], columns, depth)
-    box = _box(size, tile.rows)
-    bn, bk = tile.columns, tile.depth
-    x5, y5 = _by_client(x, clients), _by_client(y, clients)
-    kernels = w.permute(0, 1, 3, 4, 2).reshape(clients, w.shape[1], kh * kw, w.shape[2])
-    grid = (_boxes(y5, box) * triton.cdiv(columns, bn), clients)
-    launch(
-        _product, grid,
-        _descriptor(x5, (1, *box, bk)),
-        _descriptor(kernels, (1, bk, 1, bn) if back else (1, bn, 1, bk)),
-        _descriptor(y5, (1, *box, bn)),
-        y if bias is None else bias, 0 if bias is None else bias.stride(0),
-        kh * kw * triton.cdiv(depth, bk), *size,
-        depth, kw, *padding, columns, *box, bn, bk, tile.stages, back, bias is not None, num_warps=tile.warps,
-    )  # fmt: skip
+    The stride is 1 or 2 both ways.
+    """
+    kernel = w.shape[3:]
+    height, width = (out_size(x.shape[2 + i], kernel[i], stride, padding[i]) for i in (0, 1))
+    y = empty_images(x, x.shape[0], w.shape[1], height, width)
+    if stride == 1 and halo.suits_product((height, width), (kernel[0], kernel[1]), w.shape[1], w.shape[2]):
+        halo.multiply(x, w, y, padding, False, bias)
+    else:
+        _multiply(x, w, y, Taps(0, 1, *kernel), padding, stride=stride, bias=bias)
     return y
 
 
+def input_gradient(g: Tensor, w: Tensor, size: Pair, padding: Pair, stride: int = 1) -> Tensor:
+    """Return the gradient of the input [C * B, in, H, W] from that of the output."""
+    kernel = w.shape[3], w.shape[4]
+    dx = empty_images(g, g.shape[0], w.shape[2], *size)
+    if stride == 1 and halo.suits_product(size, kernel, w.shape[2], w.shape[1]):
+        halo.multiply(g, w, dx, padding, True)
+        return dx
+    if min(kernel) < stride:
+        dx.zero_()  # no tap meets some pixels
+    # a pixel is used only by the taps of its own residue, which are a kernel of stride 1
+    for row, column in itertools.product(range(stride), repeat=2):
+        first = (row + padding[0]) % stride, (column + padding[1]) % stride
+        taps = Taps(first[0] * kernel[1] + first[1], stride, *(-(-(kernel[i] - first[i]) // stride) for i in (0, 1)))
+        some = dx[:, :, row::stride, column::stride]
+        if taps.rows > 0 and taps.columns > 0 and some.numel():
+            shift = (row + padding[0]) // stride, (column + padding[1]) // stride
+            _multiply(g, w, some, taps, shift, back=True)
+    return dx
+
+
+class Taps(NamedTuple):
+    """Some taps of a kernel: from the first one on, in rows and columns that are so many apart."""
+
+    first: int
+    apart: int
+    rows: int
+    columns: int
+
+
+def _multiply(
+    x: Tensor, w: Tensor, y: Tensor, taps: Taps, padding: Pair, *, stride: int = 1, back: bool = False,
+    bias: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write the convolution of x with some taps of w into y, or (back) the gradient of its input."""
+    clients, out, inp, kh, kw = w.shape
+    (depth, columns), size = (out, inp) if back else (inp, out), (y.shape[2], y.shape[3])
+    tile = _product_tile(y.shape[0] * size[0] * size[1], columns, depth)
+    box = _box(size, tile.rows)
+    bn, bk = tile.columns, tile.depth
+    y5 = by_client(y, clients)
+    kernels = w.permute(0, 1, 3, 4, 2).reshape(clients, out, kh * kw, inp)
+    grid = (count_boxes(y5, box) * triton.cdiv(columns, bn), clients)
+    launch(
+        _product, grid, *_images(x, clients, stride, (1, *box, bk)),
+        descriptor(kernels, (1, bk, 1, bn) if back else (1, bn, 1, bk)),
+        descriptor(y5, (1, *box, bn)),
+        y if bias is None else bias, 0 if bias is None else bias.stride(0),
+        taps.rows * taps.columns * triton.cdiv(depth, bk), *size,
+        depth, taps.columns, *padding, stride, taps.first, taps.apart * kw, taps.apart, columns, *box, bn, bk,
+        tile.stages, back, bias is not None, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def _images(x: Tensor, clients: int, stride: int, box: tuple[int, ...]) -> list[TensorDescriptor]:
+    """Describe the images that a convolution reads: all pixels or, with stride 2, every second one."""
+    images = [x] * 4 if stride == 1 else every_second(x)
+    return [descriptor(by_client(each, clients), box) for each in images]
+
+
 def weight_gradient(
-    g: Tensor, x: Tensor, clients: int, kernel: Pair, padding: Pair, dtype: torch.dtype = torch.float32
+    g: Tensor, x: Tensor, clients: int, kernel: Pair, padding: Pair, stride: int = 1, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Return the gradient of the weights [C, out, in, kh, kw], channels last in memory; sums are float32."""
     out, inp, (kh, kw) = g.shape[1], x.shape[1], kernel
+    if stride == 1 and halo.suits_gradient((g.shape[2], g.shape[3]), kernel, out, inp):
+        return halo.weight_gradient(g, x, clients, padding, dtype)
     tile = _gradient_tile(out, inp)
-    g5, x5 = _by_client(g, clients), _by_client(x, clients)
+    g5 = by_client(g, clients)
     box = _box((g.shape[2], g.shape[3]), tile.depth)
-    boxes = _boxes(g5, box)
+    boxes = count_boxes(g5, box)
     tiles = triton.cdiv(out, tile.rows) * kh * kw * triton.cdiv(inp, tile.columns)
     parts = max(1, min(PROGRAMS // (tiles * clients), boxes // BOXES_PER_PART))
     per_part = triton.cdiv(boxes, parts)
@@ -245,11 +311,11 @@ def weight_gradient(
     dw = torch.empty(parts, clients, out, kh * kw, inp, dtype=summed, device=g.device)
     launch(
         _weight_gradient, (tiles, clients, parts),
-        _descriptor(g5, (1, *box, tile.rows)),
-        _descriptor(x5, (1, *box, tile.columns)),
-        _descriptor(dw, (1, 1, tile.rows, 1, tile.columns)),
+        descriptor(g5, (1, *box, tile.rows)),
+        *_images(x, clients, stride, (1, *box, tile.columns)),
+        descriptor(dw, (1, 1, tile.rows, 1, tile.columns)),
         boxes, per_part, g.shape[2], g.shape[3],
-        inp, out, kh, kw, *padding, *box, tile.rows, tile.columns, tile.stages, num_warps=tile.warps,
+        inp, out, kh, kw, *padding, stride, *box, tile.rows, tile.columns, tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     total = dw[0] if parts == 1 else dw.sum(0)
     return total.to(dtype).reshape(clients, out, kh, kw, inp).permute(0, 1, 4, 2, 3)
@@ -260,32 +326,11 @@ BOXES_PER_PART = 50  # at least: every part is written down and added up
 FEW_PROGRAMS = 200
 
 
-def _by_client(x: Tensor, clients: int) -> Tensor:
-    """Rearrange [C * B, channels, H, W] as contiguous [C, B, H, W, channels]."""
-    pixels = x.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
-    return pixels.reshape(clients, -1, *pixels.shape[1:])
-
-
 def _box(size: Pair, pixels: int) -> tuple[int, int, int]:
     """Return the samples, rows and columns of a box of pixels: as wide as the image first, then as high, then deep."""
     width = min(triton.next_power_of_2(size[1]), pixels)
     height = min(triton.next_power_of_2(size[0]), pixels // width)
     return pixels // (width * height), height, width
-
-
-def _boxes(x: Tensor, box: tuple[int, int, int]) -> int:
-    return math.prod(triton.cdiv(n, b) for n, b in zip(x.shape[1:4], box, strict=True))
-
-
-def _descriptor(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    """Describe a tensor to the copy engine; clients need not be adjacent if their starts are aligned."""
-    apart = len(x) > 1 and x[0].is_contiguous() and x.stride(0) % ALIGNED == 0 and x.data_ptr() % 16 == 0
-    x = x if apart else x.contiguous()
-    strides = [math.prod(x.shape[axis + 1 :]) for axis in range(x.dim())]  # torch gives axes of length 1 any stride
-    strides[0] = x.stride(0) if apart else strides[0]
-    kind = gl.float32 if x.dtype == torch.float32 else gl.bfloat16
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), kind)
-    return TensorDescriptor(x, list(x.shape), strides, list(block), layout)
 
 
 def _product_tile(rows: int, columns: int, depth: int) -> Tile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ from lamina.engines.stacked.gpu.sums import squared_distances, sum_rows
 from lamina.engines.stacked.side_stream import claim, weight_gradients
 
 try:
-    from lamina.engines.stacked.gpu import hopper
+    from lamina.engines.stacked.gpu import boxes, hopper
 except ImportError:  # a triton without Gluon, or with another one
-    hopper = None  # type: ignore[assignment]
+    boxes = hopper = None  # type: ignore[assignment]
 
 __all__ = [
     "LARGEST_WINDOW",
@@ -88,9 +88,8 @@ class _Convolution(torch.autograd.Function):
         ctx.dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         if not _suits_hopper(x, weight, stride):
             return convolution.forward(x, rounded, stride, padding, precision, bias=bias)
-        return hopper.forward(
-            x, rounded, padding, bias=bias if bias is None or bias.stride(1) == 1 else bias.contiguous()
-        )
+        dense = bias if bias is None or bias.stride(1) == 1 else bias.contiguous()
+        return hopper.forward(x, rounded, padding, stride[0], dense)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -98,10 +97,10 @@ class _Convolution(torch.autograd.Function):
         stride, padding, precision = ctx.settings
         g, size = _channels_last(gradients[0]), _pair(x.shape[2:])
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        clients, size_of_kernel, on_hopper = len(rounded), _pair(rounded.shape[3:]), _suits_hopper(g, rounded, stride)
+        clients, size_of_kernel, on_hopper = len(rounded), _pair(rounded.shape[3:]), _suits_hopper(x, rounded, stride)
         dx = None
         if needs_x and on_hopper:
-            dx = hopper.input_gradient(g, rounded, size, padding)
+            dx = hopper.input_gradient(g, rounded, size, padding, stride[0])
         elif needs_x:
             dx = convolution.input_gradient(g, rounded, size, stride, padding, precision)
 
@@ -111,7 +110,7 @@ class _Convolution(torch.autograd.Function):
                 window = convolution.Window(size_of_kernel, stride, padding)
                 dw, db = convolution.weight_gradient(g, x, clients, window, precision, bool(needs_bias), ctx.dtype)
                 return [dw] if db is None else [dw, db.to(ctx.bias_dtype)]
-            dw = hopper.weight_gradient(g, x, clients, size_of_kernel, padding, dtype=ctx.dtype)
+            dw = hopper.weight_gradient(g, x, clients, size_of_kernel, padding, stride[0], ctx.dtype)
             if not needs_bias:
                 return [dw]
             db = sum_rows(g.permute(0, 2, 3, 1).reshape(clients, -1, g.shape[1]))
@@ -195,9 +194,9 @@ def _pair(values: Any) -> tuple[int, int]:
 
 def _suits_hopper(x: Tensor, weight: Tensor, stride: convolution.Pair) -> bool:
     _, out, inp, _, _ = weight.shape
-    if hopper is None or not x.is_cuda or x.dtype != torch.bfloat16 or stride != (1, 1):
+    if hopper is None or not x.is_cuda or x.dtype != torch.bfloat16 or stride not in ((1, 1), (2, 2)):
         return False
-    if out % hopper.ALIGNED or inp % hopper.ALIGNED:
+    if out % boxes.ALIGNED or inp % boxes.ALIGNED or min(x.shape[2:]) < max(stride):
         return False
     number = x.device.index or 0
     if is_recording() and number not in _hopper_works:  # do not wait for the check: most likely it will succeed
@@ -214,13 +213,13 @@ def _try_hopper(device: int) -> bool:
     """Return whether the chip is a Hopper, and its kernels compute what torch does on a small problem."""
     if not _is_hopper(device):
         return False
-    (x, w, b, g), expected = _small_convolution()
-    x, w, b, g = (value.to(device) for value in (x, w, b, g))
-    one = (1, 1)
-    works = [
-        lambda: hopper.forward(x, w, one, bias=b),
-        lambda: hopper.input_gradient(g, w, (8, 8), one),
-        lambda: hopper.weight_gradient(g, x, len(w), (3, 3), one),
+    wide, narrow = (_small_convolution(device, side) for side in (4, 16))  # with 16, `halo.py` does the work
+    (x, w, _, g), (xs, ws, bs, gs), one = wide.given, narrow.given, (1, 1)
+    works = [  # every kernel in one direction: the other one is the same code, and compiling takes time
+        (lambda: hopper.input_gradient(g, w, (4, 4), one), wide.d_images),
+        (lambda: hopper.weight_gradient(g, x, len(w), (3, 3), one), wide.d_weight),
+        (lambda: hopper.forward(xs, ws, one, bias=bs), narrow.y),
+        (lambda: hopper.weight_gradient(gs, xs, len(ws), (3, 3), one), narrow.d_weight),
     ]
 
     def error(work: Any, right: Tensor) -> float:
@@ -231,7 +230,7 @@ def _try_hopper(device: int) -> bool:
     try:
         start_triton()
         with ThreadPoolExecutor(len(works)) as pool:  # compiled at the same time
-            is_right = all(error <= 0.01 for error in pool.map(error, works, expected))
+            is_right = all(error <= 0.01 for error in pool.map(error, *zip(*works, strict=True)))
     except Exception as failure:  # whatever a triton that has changed raises
         log.warning("the Hopper kernels do not run here, so the portable ones are used: %s", failure)
         return False
@@ -240,15 +239,24 @@ def _try_hopper(device: int) -> bool:
     return is_right
 
 
-def _small_convolution() -> tuple[list[Tensor], list[Tensor]]:
-    """Return images, weights, bias and gradients of two clients, and torch's result and its gradients, on the CPU."""
+class _SmallConvolution(NamedTuple):
+    """A convolution of two clients with torch's result and gradients, on the CPU."""
+
+    given: list[Tensor]  # images, weights, bias and gradients, on the GPU
+    y: Tensor
+    d_images: Tensor
+    d_weight: Tensor
+
+
+def _small_convolution(device: int, side: int) -> _SmallConvolution:
+    """Return a convolution of 64 channels of images of this size."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         values = torch.randn(shape, generator=generator).bfloat16()
         return values.permute(*range(len(shape) - 3), -1, -3, -2)  # channels last in memory
 
-    x, w, g = draw(6, 8, 8, 64), draw(2, 64, 3, 3, 64), draw(6, 8, 8, 64)
+    x, w, g = draw(6, side, side, 64), draw(2, 64, 3, 3, 64), draw(6, side, side, 64)
     b = torch.randn(2, 64, generator=generator)
     results = []
     for images, weight, bias, gradient in zip(x.chunk(2), w, b, g.chunk(2), strict=True):
@@ -258,4 +266,5 @@ def _small_convolution() -> tuple[list[Tensor], list[Tensor]]:
             weighted = (y * gradient.float()).sum()  # a gradient as an argument would make torch import sympy
             results.append((y.detach(), *torch.autograd.grad(weighted, (images, weight))))
     forward, d_images, d_weight = zip(*results, strict=True)
-    return [x, w, b, g], [torch.cat(forward), torch.cat(d_images), torch.stack(d_weight)]
+    given = [value.to(device) for value in (x, w, b, g)]
+    return _SmallConvolution(given, torch.cat(forward), torch.cat(d_images), torch.stack(d_weight))
