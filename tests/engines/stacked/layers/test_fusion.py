@@ -52,6 +52,20 @@ def test_norms_take_over_the_sum_and_the_relu_after_them():
     assert "relu" not in {node.target for node in fused.graph.nodes}
 
 
+def test_a_shortcut_that_is_an_identity_counts_as_no_user():
+    class WithIdentity(Residual):
+        def __init__(self):
+            super().__init__()
+            self.shortcut = nn.Identity()
+
+        def forward(self, x):
+            x = self.relu(self.norm1(self.first(x)))
+            x = torch.relu(self.shortcut(x) + self.norm2(self.second(x)))
+            return self.head(self.norm3(x).relu().mean((2, 3)))
+
+    assert taken_over(assert_fused_is_the_same(WithIdentity())) == [{"relu", "twice"}, {"relu"}, {"relu"}]
+
+
 def test_a_network_with_an_unused_layer_stays_as_it_is():
     module = Residual()
     module.unused = nn.Linear(2, 2)

@@ -1,6 +1,7 @@
 """Spare a GPU passes over a network's activations, without changing a result.
 
-- GroupNorm also adds the residual and applies the ReLU that follow it, and adds the gradients of two later layers.
+- GroupNorm also adds the residual and applies the ReLU that follow it, and adds the gradients of two later layers,
+  between which `nn.Identity` (a shortcut, say) does not count.
 - Max-pooling also applies the ReLU before or after it, and Dropout2d comes after it, where the images are smaller.
 
 The network's operations are found with `torch.fx`; a network that it cannot trace, or that does something else in
@@ -42,6 +43,10 @@ def fuse(module: nn.Module) -> nn.Module:
     if str(graphs[0]) != str(graph):
         return module
     layers = dict(module.named_modules())
+    for node in list(graph.nodes):
+        if node.op == "call_module" and type(layers[node.target]) is nn.Identity and len(node.args) == 1:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
     for node in list(graph.nodes):
         layer = layers[node.target] if node.op == "call_module" and node.args else None  # no args: called by keyword
         if isinstance(layer, StackedGroupNorm):
