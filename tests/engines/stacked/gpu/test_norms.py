@@ -29,6 +29,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
         (1, 1, 4, (96, 192), 1, True, True, True),  # a group that is read twice
         (1, 1, 4, (96, 192), 1, False, True, True),
         (1, 1, 96, (3, 3), 1, True, False, True),
+        (2, 2, 256, (6, 5), 2, True, True, True),  # wide groups: one warp, backward
+        (1, 2, 256, (4, 4), 1, False, True, False),
+        (1, 2, 512, (3, 3), 1, True, True, False),
     ],
 )
 def test_group_norm_with_what_follows_it(clients, batch, channels, size, groups, residual, relu, twice, dtype):

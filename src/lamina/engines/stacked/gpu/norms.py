@@ -19,8 +19,11 @@ from lamina.engines.stacked.gpu.sums import sum_rows
 from lamina.engines.stacked.side_stream import claim, weight_gradients
 
 # Elements that a program holds at a time, from a sweep over the layers of ResNet-18 on an H200: a whole group of a
-# small image, so that it is read once, unless the gradients of a residual have to be held as well.
+# small image, so that it is read once, unless the gradients of a residual or of two users have to be held as well.
 TILE, RESIDUAL_TILE = 32768, 16384
+# A warp reads a pixel of a group with so many channels at once. Backward, several warps would then add up their sums of
+# every channel through shared memory, which takes longer than the rest; so there is one.
+WIDE_GROUP, WIDE_TILE = 128, 2048
 
 
 @triton.jit
@@ -223,9 +226,8 @@ class GroupNorm(torch.autograd.Function):
         dx = torch.empty_like(x)
         d_residual = torch.empty_like(x) if ctx.residual and (ctx.relu or twice) else g
         d_affine = torch.empty(2, len(x), x.shape[1], dtype=torch.float32, device=x.device)
-        clients, most = len(weight), RESIDUAL_TILE if ctx.residual else TILE
-        elements = ctx.sizes[1] * ctx.sizes[2]  # of a group
-        warps = 4 if elements <= most // 2 else 16 if ctx.residual or elements > most else 8
+        clients = len(weight)
+        most, warps = _backward_tile(ctx.sizes, ctx.residual or twice)
         launch(
             _backward, (len(x), moments.shape[1]), g, again, x, y, weight, bias, moments, dx, d_residual, d_affine,
             len(x) // clients, weight.stride(0),
@@ -255,6 +257,17 @@ def _tile(sizes: tuple[int, int, int], most: int) -> tuple[int, int]:
     _, size, pixels = sizes
     columns = triton.next_power_of_2(size)
     return max(1, min(triton.next_power_of_2(pixels), most // columns)), columns
+
+
+def _backward_tile(sizes: tuple[int, int, int], holds_more: bool) -> tuple[int, int]:
+    """Return the elements that a program of the backward pass holds at a time, and its warps."""
+    _, size, pixels = sizes
+    if size >= WIDE_GROUP:
+        return WIDE_TILE, 1
+    most = RESIDUAL_TILE if holds_more else TILE
+    if size * pixels <= most // 2:
+        return most, 4
+    return most, 8 if holds_more or size * pixels <= most else 16
 
 
 def _warps(sizes: tuple[int, int, int], most: int) -> int:
