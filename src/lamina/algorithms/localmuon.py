@@ -40,6 +40,12 @@ def newton_schulz(u: Tensor) -> Tensor:
     def polynomial(gram: Tensor) -> Tensor:
         return torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
 
+    def multiply(q: Tensor, scale: float) -> Tensor:
+        """Return (scale I + q) x."""
+        if x.dtype == torch.bfloat16:
+            return torch.baddbmm(x, q, x, beta=scale)  # rounded once
+        return (q @ x).add_(x, alpha=scale)  # on a GPU, a large baddbmm copies x and is slower
+
     pairs = ITERATIONS // 2 if _take_pairs(x) else 0
     for _ in range(pairs):
         # x <- (a I + q) (a I + p) x, where p is the polynomial of A, and q that of the next A, (a I + p) A (a I + p).
@@ -49,9 +55,9 @@ def newton_schulz(u: Tensor) -> Tensor:
         p = polynomial(gram)
         half = torch.baddbmm(gram, p, gram, beta=a)
         q = polynomial(torch.baddbmm(half, half, p, beta=a))
-        x = torch.baddbmm(x, torch.baddbmm(p + q, q, p, beta=a), x, beta=a * a)
+        x = multiply(torch.baddbmm(p + q, q, p, beta=a), a * a)
     for _ in range(ITERATIONS - 2 * pairs):
-        x = torch.baddbmm(x, polynomial(x @ x.mT), x, beta=a)
+        x = multiply(polynomial(x @ x.mT), a)
     return x.mT if is_tall else x
 
 
