@@ -37,8 +37,11 @@ def name(page):
 
 
 LONG = ("transformers.md",)  # takes seconds to import the packages
+ELSEWHERE = ("personal-models.md",)  # test_personal_recipes.py runs it and tests its numbers
 WITH_PYTHON = [
-    pytest.param(page, marks=pytest.mark.long if page.name in LONG else ()) for page in PAGES if blocks(page, "python")
+    pytest.param(page, marks=pytest.mark.long if page.name in LONG else ())
+    for page in PAGES
+    if blocks(page, "python") and page.name not in ELSEWHERE
 ]
 
 

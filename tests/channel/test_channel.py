@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import lamina
-from codec_cases import CODECS, METHODS
+from codec_cases import pairs
 from lamina.base.errors import BadInput
 from lamina.channel.channel import OPEN, Channel, as_channel
 from lamina.engines.personal import unpack
@@ -14,19 +14,6 @@ from lamina.engines.personal import unpack
 X = torch.randn(100, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.randint(0, 3, (100,), generator=torch.Generator().manual_seed(1))
 PARTS = [range(0, 10), range(10, 30), range(30, 33), range(33, 70), range(70, 100)]  # ragged
-
-
-# `make test` takes every codec with two methods, the long tests take all pairs
-PAIRS = [
-    pytest.param(codec, method, id=f"{codec}-{method}", marks=[] if (i - j) % len(METHODS) < 2 else [pytest.mark.long])
-    for i, codec in enumerate(CODECS)
-    for j, method in enumerate(METHODS)
-]
-
-
-def half_with_feedback(codec, name):
-    """A channel of which every codec and every method has error feedback in about half of all pairs."""
-    return Channel(codec, feedback=(CODECS.index(codec) + METHODS.index(name)) % 2 == 0)
 
 
 def network(seed=2):
@@ -48,8 +35,7 @@ def assert_same(one, other):
         assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-9)
 
 
-@pytest.mark.parametrize("feedback", [False, True])
-@pytest.mark.parametrize(("codec", "algorithm"), PAIRS)
+@pytest.mark.parametrize(("codec", "algorithm", "feedback"), pairs(0), ids=str)
 def test_the_stacked_engine_agrees_with_the_loop(algorithm, codec, feedback):
     channel = Channel(codec, feedback=feedback, down="bf16" if feedback else None)
     runs = [simulation(algorithm, engine, channel=channel) for engine in ("loop", "stacked")]
@@ -59,11 +45,10 @@ def test_the_stacked_engine_agrees_with_the_loop(algorithm, codec, feedback):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("name", METHODS)
-def test_the_captured_engine_agrees_with_the_loop(name, codec):
+@pytest.mark.parametrize(("codec", "name", "feedback"), pairs(1), ids=str)
+def test_the_captured_engine_agrees_with_the_loop(codec, name, feedback):
     """On a CPU its steps are not captured, but its rows and their order are those of a GPU."""
-    runs = [simulation(name, e, channel=half_with_feedback(codec, name)) for e in ("loop", "captured")]
+    runs = [simulation(name, e, channel=Channel(codec, feedback=feedback)) for e in ("loop", "captured")]
     for run in runs:
         run.run(2)
     assert_same(*runs)
@@ -89,10 +74,10 @@ def test_members_of_a_population_end_as_if_they_ran_alone(feedback):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("name", METHODS)
-def test_a_population_agrees_with_its_members_alone(name, codec):
-    settings = [{"seed": i, "lr": 0.01 * (1 + i), "channel": half_with_feedback(codec, name)} for i in range(2)]
+@pytest.mark.parametrize(("codec", "name", "feedback"), pairs(2), ids=str)
+def test_a_population_agrees_with_its_members_alone(codec, name, feedback):
+    channel = Channel(codec, feedback=feedback)
+    settings = [{"seed": i, "lr": 0.01 * (1 + i), "channel": channel} for i in range(2)]
     members, alone = ([simulation(name, "stacked", **each) for each in settings] for _ in range(2))
     lamina.Population(members).run(2)
     for one, other in zip(members, alone, strict=True):

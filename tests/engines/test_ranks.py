@@ -62,7 +62,7 @@ CASES = [
     ("ditto", "own models", 0.6),
     ("scaffold", "channel", 0.6),
     ("fedlada", "channel", 1.0),
-    *((name, codec, 0.6) for name in METHODS for codec in CODECS),
+    *((METHODS[(i + more) % len(METHODS)], codec, 0.6) for i, codec in enumerate(CODECS) for more in (0, 1)),
     ("fedlamb", "noise", 0.6),
     ("fedlada", "segmentation", 1.0),
     *((None, kind, 0.7) for kind in kinds.KINDS if kind not in ("dict", "tuple", "segmentation", *kinds.TRANSFORMERS)),
@@ -89,7 +89,7 @@ def run_case(name, kind, share):
         channel = {"codec": [{"name": "topk", "share": 0.3}, "qsgd"], "feedback": True, "down": "bf16"}
         run = simulation("mlp", ALGORITHMS[name](), "stacked", participation=share, channel=channel)
     elif kind in CODECS:
-        has_feedback = ([*CODECS].index(kind) + METHODS.index(name)) % 2 == 0  # in half of the pairs
+        has_feedback = name == METHODS[[*CODECS].index(kind) % len(METHODS)]  # one of the two methods of a codec
         channel = {"codec": kind, "feedback": has_feedback}
         run = simulation("mlp", ALGORITHMS[name](), "stacked", participation=share, channel=channel)
     elif kind == "noise":

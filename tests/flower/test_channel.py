@@ -5,7 +5,7 @@ import torch
 from flwr.app import Array, ArrayRecord
 
 import lamina
-from codec_cases import CODECS, METHODS
+from codec_cases import pairs
 from flower_setup import MIME, Setup, assert_like_the_simulation, client_of, is_train, small_model
 from lamina.channel.privacy import Noise, Privacy
 from lamina.flower import wire
@@ -16,15 +16,10 @@ def double():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("algorithm", METHODS)
-def test_the_federation_agrees_with_the_simulation(codec, algorithm, tmp_path):
-    """Also its bytes, which the ledger knows from the codec, and the federation counts in its messages.
-
-    Each codec has error feedback with about every other method.
-    """
-    has_feedback = (CODECS.index(codec) + METHODS.index(algorithm)) % 2 == 0
-    channel = {"codec": codec, "feedback": has_feedback, "down": "bf16"}
+@pytest.mark.parametrize(("codec", "algorithm", "feedback"), pairs(3), ids=str)
+def test_the_federation_agrees_with_the_simulation(codec, algorithm, feedback, tmp_path):
+    """Also its bytes, which the ledger knows from the codec, and the federation counts in its messages."""
+    channel = {"codec": codec, "feedback": feedback, "down": "bf16"}
     no_limit = {"limits": lamina.flower.Limits(times_median=None)}
     setup = Setup(tmp_path, algorithm, model=double, rounds=3, batch_size=5, channel=channel, more=no_limit)
     setup.run()

@@ -11,6 +11,7 @@ import torch.multiprocessing as mp
 import lamina
 from flower_setup import PARTS as NODES
 from flower_setup import Setup, small_model
+from helpers import processes
 from lamina.base.errors import BadInput
 from lamina.storage.checkpoint import Checkpoints, unpack
 from small_simulations import PARTS, simulation
@@ -76,7 +77,8 @@ def test_scaffold_control_over_ranks():
         port = probe.getsockname()[1]
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(worker, args=(port, results), nprocs=2)
+        # from a server that has imported torch once
+        mp.start_processes(worker, args=(port, results), nprocs=2, start_method=processes.get_start_method())
         results = dict(results)
     controls = {**results[0][1], **results[1][1]}
     for rank in range(2):

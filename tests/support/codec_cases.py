@@ -11,3 +11,15 @@ CODECS = [
     [{"name": "topk", "share": 0.3}, {"name": "qsgd", "bits": 5}],
 ]
 METHODS = ["fedavg", "scaffold", "fedlamb", "mimelamb", "fedlada"]
+
+
+def pairs(shift: int) -> list[tuple]:
+    """Return cases (codec, method, feedback): every codec with two methods, one of them with error feedback.
+
+    Tests with different shifts pair a codec with different methods: four tests that differ by one take every pair.
+    """
+    return [
+        (codec, METHODS[(i + shift + second) % len(METHODS)], not second)
+        for i, codec in enumerate(CODECS)
+        for second in (0, 1)
+    ]

@@ -1,5 +1,6 @@
 """Processes that share the runs of a comparison or a tuning, also if some of them are killed."""
 
+import contextlib
 import csv
 import os
 import random
@@ -109,15 +110,27 @@ def test_three_processes_compare_as_one_does(here):
     assert not list(Path("c").rglob("lease*"))
 
 
+# With the loop engine: stacked runs, of which a kill left some without a checkpoint, resume apart and round so.
+KILLED = ("train.rounds=30", "compare.seeds=3", "run.engine=loop")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The comparison whose workers are killed, by one process in peace."""
+    place = tmp_path_factory.mktemp("undisturbed")
+    with contextlib.chdir(place), pytest.MonkeyPatch.context() as patch:
+        Path("small.toml").write_text(TOML)
+        skip_pictures(patch)
+        assert call(*command("alone", *KILLED)) == 0
+    return place / "alone"
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(5))
-def test_workers_that_are_killed_lose_nothing(here, seed):
-    """With the loop engine: stacked runs, of which a kill left some without a checkpoint, resume apart and round so."""
-    more = ("train.rounds=30", "compare.seeds=3", "run.engine=loop")
-    assert call(*command("alone", *more)) == 0
-    work(command("c", *more), seed=seed, folder="c")
+@pytest.mark.parametrize("seed", range(3))
+def test_workers_that_are_killed_lose_nothing(here, undisturbed, seed):
+    work(command("c", *KILLED), seed=seed, folder="c")
     runs = [*RUNS, "fedavg/seed2", "scaffold/seed2"]
-    assert_same_comparison("alone", "c", runs)
+    assert_same_comparison(undisturbed, "c", runs)
     for run in runs:
         assert logged(Path("c", run))[1] <= 1, run  # none, if it was killed between the model and this line
 
