@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 LONGEST_S = 120  # a child that takes longer is stopped
 POLL_S = 0.003
+NUMBER_BYTES = 2  # of a job, in a pipe that holds 64 KiB
 
 Job = Callable[[], Any]
 
@@ -76,25 +77,32 @@ def _compile(job: Job) -> None:
 
 
 def run_forked(jobs: Sequence[Job]) -> None:
-    """Run jobs in forked processes, as many as there are cores; what fails or takes too long is left out."""
+    """Run jobs in forked processes, as many as there are cores; what fails or takes too long is left out.
+
+    A process that has finished a job takes the next one: some kernels take several times as long as others.
+    """
     count = min(len(jobs), os.cpu_count() or 1)
     children: list[int] = []
+    waiting, put = os.pipe()
+    with os.fdopen(put, "wb") as pipe:
+        pipe.write(b"".join(number.to_bytes(NUMBER_BYTES) for number in range(len(jobs))))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about threads: they hold no lock that a compiler takes
-        for first in range(count):
+        for _ in range(count):
             try:
                 child = os.fork()
-            except OSError as error:  # the parent compiles this child's share
+            except OSError as error:
                 log.info("kernels are compiled in %d processes instead of %d: %s", len(children), count, error)
                 break
             if child == 0:
                 try:
-                    for job in jobs[first::count]:
+                    while number := os.read(waiting, NUMBER_BYTES):
                         with contextlib.suppress(Exception):
-                            job()
+                            jobs[int.from_bytes(number)]()
                 finally:
                     os._exit(0)  # without the parent's cleanup, above all CUDA's
             children.append(child)
+    os.close(waiting)
     end = time.monotonic() + LONGEST_S
     for child in children:
         with contextlib.suppress(ChildProcessError):  # somebody else has waited for it
