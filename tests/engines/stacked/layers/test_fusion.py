@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -64,6 +65,16 @@ def test_a_shortcut_that_is_an_identity_counts_as_no_user():
             return self.head(self.norm3(x).relu().mean((2, 3)))
 
     assert taken_over(assert_fused_is_the_same(WithIdentity())) == [{"relu", "twice"}, {"relu"}, {"relu"}]
+
+
+@pytest.mark.parametrize("name", ["shortcut", "relu", "norm1"])
+def test_a_network_with_hooks_stays_as_it_is(name):
+    module = Residual()
+    module.shortcut = nn.Identity()
+    module.relu = nn.Sequential(nn.ReLU(), module.shortcut)
+    hooked = module.relu[0] if name == "relu" else getattr(module, name)
+    hooked.register_forward_hook(lambda layer, inputs, output: 2 * output)
+    assert not hasattr(assert_fused_is_the_same(module), "graph")
 
 
 def test_a_network_with_an_unused_layer_stays_as_it_is():

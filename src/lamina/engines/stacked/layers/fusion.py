@@ -4,8 +4,8 @@
   between which `nn.Identity` (a shortcut, say) does not count.
 - Max-pooling also applies the ReLU before or after it, and Dropout2d comes after it, where the images are smaller.
 
-The network's operations are found with `torch.fx`; a network that it cannot trace, or that does something else in
-training than in evaluation, stays as it is.
+The network's operations are found with `torch.fx`. A network that it cannot trace, that does something else in training
+than in evaluation, or whose layers have hooks, stays as it is.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from lamina.engines.stacked.layers.modules import PlainMaxPool2d, StackedConv2d, StackedGroupNorm
 from lamina.objective.dropout import FromStreams
+from lamina.objective.fingerprint import HOOKS
 
 ADDITIONS = (operator.add, torch.add)
 RELUS = (F.relu, torch.relu)
@@ -35,6 +36,8 @@ def fuse(module: nn.Module) -> nn.Module:
     """Return a module that computes the same with fewer operations."""
     if not any(isinstance(layer, StackedGroupNorm | PlainMaxPool2d) for layer in module.modules()):
         return module
+    if any(getattr(layer, kind) for layer in module.modules() for kind in HOOKS):
+        return module  # a hook sees, or changes, what a layer alone computes
     try:
         graphs = [_LayerTracer().trace(module.train(mode)) for mode in (False, True)]
     except Exception:  # whatever a user's module raises when its inputs are not tensors
