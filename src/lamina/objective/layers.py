@@ -133,7 +133,7 @@ class Layers:
                 matrices of the same size, each of which depends on one of its own alone.
             u: vectors [..., p].
             of: which tensors are matrices.
-            out: where to write the result, if it exists.
+            out: a tensor [..., p] to write the result into, without memory in common with `u`.
 
         >>> layers = Layers({"fc.weight": (2, 2), "fc.bias": (2,)})
         >>> layers.map_matrices(lambda matrices, shape: matrices.mT, torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))

@@ -262,6 +262,8 @@ class TracedLayers(Layers):
         self, function: MatrixFunction, u: Tensor, of: MatrixChoice = "matrices", out: Tensor | None = None
     ) -> Tensor:
         """Record that a function is applied to all matrices, between two kernels."""
+        if out is not None:
+            raise CannotFuse("map_matrices with out")
         mapped = self._trace.apply_to_matrices(
             lambda vector: super(TracedLayers, self).map_matrices(function, vector, of), u
         )
