@@ -33,7 +33,7 @@ def descriptor(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
     """Describe a tensor to the copy engine: as it lies in memory if its strides are aligned, else a copy."""
     strides = _strides(x)
     if any(stride % ALIGNED for stride in strides[:-1]) or strides[-1] != 1 or x.data_ptr() % 16:
-        x = x.contiguous()
+        x = x.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps a dense tensor at an unaligned address
         strides = _strides(x)
     kind = gl.float32 if x.dtype == torch.float32 else gl.bfloat16
     layout = gl.NVMMASharedLayout.get_default_for(list(block), kind)
