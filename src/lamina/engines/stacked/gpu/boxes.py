@@ -1,4 +1,4 @@
-"""What Hopper's copy engine needs to know of a tensor: its shape by clients, and the boxes that it is fetched in."""
+"""Describe tensors to Hopper's copy engine, which fetches and stores boxes of them by their coordinates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def by_client(x: Tensor, clients: int) -> Tensor:
 
 
 def every_second(x: Tensor) -> list[Tensor]:
-    """Return images as four: the pixels of even and odd rows and columns (even rows first, of these even columns)."""
+    """Return four images of every second row and column, from [0, 0], [0, 1], [1, 0] and [1, 1] on."""
     return [x[:, :, row::2, column::2] for row in (0, 1) for column in (0, 1)]
 
 
@@ -30,7 +30,10 @@ def count_boxes(x: Tensor, box: tuple[int, int, int]) -> int:
 
 
 def descriptor(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    """Describe a tensor to the copy engine: as it lies in memory if its strides are aligned, else a copy."""
+    """Describe a tensor that is fetched or stored in blocks; if its address or a stride is unaligned, describe a copy.
+
+    A tensor to be stored must be aligned, because the copy would be stored instead.
+    """
     strides = _strides(x)
     if any(stride % ALIGNED for stride in strides[:-1]) or strides[-1] != 1 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps a dense tensor at an unaligned address

@@ -1,10 +1,10 @@
-"""3x3 convolutions of few channels on NVIDIA's Hopper chips: what is fetched once serves several taps of the kernel.
+"""Convolve few channels with 3x3 kernels on NVIDIA's Hopper chips: pixels are fetched once for three taps.
 
 `hopper.py` fetches a box of pixels for each of the nine taps. With at most 64 channels, a box is multiplied with so few
-weights that the tensor cores wait for the cache. So here a box comes with the rows around it (its *halo*): the three
+weights that the tensor cores wait for the cache. So here a box comes with two more rows (its *halo*), and the three
 taps of a column of the kernel read it one row apart. It is fetched three times, once for each column, because tensor
-cores read only whole groups of pixels. All weights of a client stay in shared memory while a program works on many
-boxes.
+cores read only whole groups of pixels. The forward pass and the input's gradient keep all weights of a client in shared
+memory while a program works on many boxes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from lamina.engines.stacked.gpu.boxes import by_client, count_boxes, descriptor
 from lamina.engines.stacked.gpu.convolution import Pair
 from lamina.engines.stacked.gpu.launch import launch
 
-SIDE = 3  # of a kernel
-HALO = gl.constexpr(SIDE - 1)  # rows of pixels around a box
+KERNEL_SIDE = 3
+HALO = gl.constexpr(KERNEL_SIDE - 1)  # rows of pixels beyond a box
 MOST_CHANNELS = 64
 
 
@@ -223,20 +223,20 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
 
 PROCESSORS = 132  # of a large Hopper
 STAGES = 3
-FEW_TURNS = 4  # with fewer turns of all processors, none may be left over at the end
-GROUP = 8  # pixels that shared memory keeps together, so that a product begins at a multiple
+FEW_SLOTS = 4  # for a client's programs; with fewer, each slot runs this many programs, one after another
+GROUP_PIXELS = 8  # tensor cores read shared memory from a multiple of it on
 BOXES_PER_PART = 8  # at least: every part is written down and added up
 
 
 def suits_product(size: Pair, kernel: Pair, columns: int, depth: int) -> bool:
     """Return whether `multiply` is made for these numbers of channels, and for images of this size."""
-    is_narrow = kernel == (SIDE, SIDE) and max(columns, depth) <= MOST_CHANNELS
+    is_narrow = kernel == (KERNEL_SIDE, KERNEL_SIDE) and max(columns, depth) <= MOST_CHANNELS
     return is_narrow and _fits(_product_box(size, columns, depth), size)
 
 
 def suits_gradient(size: Pair, kernel: Pair, out: int, channels: int) -> bool:
     """Return whether `weight_gradient` is made for these numbers of channels, and for images of this size."""
-    is_narrow = kernel == (SIDE, SIDE) and max(out, channels) <= MOST_CHANNELS
+    is_narrow = kernel == (KERNEL_SIDE, KERNEL_SIDE) and max(out, channels) <= MOST_CHANNELS
     return is_narrow and _fits(_gradient_box(size), size)
 
 
@@ -248,12 +248,12 @@ def multiply(x: Tensor, w: Tensor, y: Tensor, padding: Pair, back: bool, bias: T
     bn, bk = _channels(columns), _channels(depth)
     is_small = _is_small(columns, depth)
     x5, y5 = by_client(x, clients), by_client(y, clients)
-    kernels = w.permute(0, 1, 3, 4, 2).reshape(clients, out, SIDE * SIDE, inp)
+    kernels = w.permute(0, 1, 3, 4, 2).reshape(clients, out, KERNEL_SIDE * KERNEL_SIDE, inp)
     tiles = count_boxes(y5, (1, height, width))
     launch(
         _product, (_programs(tiles, clients, 2 * PROCESSORS if is_small else PROCESSORS), clients),
         descriptor(x5, (1, 1, height, width, bk)),
-        descriptor(x5, (1, 1, SIDE - 1, width, bk)),
+        descriptor(x5, (1, 1, KERNEL_SIDE - 1, width, bk)),
         descriptor(kernels, (1, bk, 1, bn) if back else (1, bn, 1, bk)),
         descriptor(y5, (1, 1, height, width, bn)),
         y if bias is None else bias, 0 if bias is None else bias.stride(0),
@@ -269,27 +269,27 @@ def weight_gradient(g: Tensor, x: Tensor, clients: int, padding: Pair, dtype: to
     g5, x5 = by_client(g, clients), by_client(x, clients)
     height, width = _gradient_box((g.shape[2], g.shape[3]))
     boxes = count_boxes(g5, (1, height, width))
-    tiles = triton.cdiv(out, bm) * SIDE * triton.cdiv(inp, bn)
+    tiles = triton.cdiv(out, bm) * KERNEL_SIDE * triton.cdiv(inp, bn)
     # three programs fit a processor
     parts = max(1, min(3 * PROCESSORS // (tiles * clients), boxes // BOXES_PER_PART))
     per_part = triton.cdiv(boxes, parts)
     parts = triton.cdiv(boxes, per_part)  # none is empty
     summed = dtype if parts == 1 else torch.float32  # parts are added up before they are rounded
-    dw = torch.empty(parts, clients, out, SIDE * SIDE, inp, dtype=summed, device=g.device)
+    dw = torch.empty(parts, clients, out, KERNEL_SIDE * KERNEL_SIDE, inp, dtype=summed, device=g.device)
     launch(
         _weight_gradient, (tiles, clients, parts),
         descriptor(g5, (1, 1, height, width, bm)),
         descriptor(x5, (1, 1, height, width, bn)),
-        descriptor(x5, (1, 1, SIDE - 1, width, bn)),
+        descriptor(x5, (1, 1, KERNEL_SIDE - 1, width, bn)),
         descriptor(dw, (1, 1, bm, 1, bn)),
         boxes, per_part, g.shape[2], g.shape[3], inp, *padding, height, width, bm, bn, STAGES, num_warps=4,
     )  # fmt: skip
     total = dw[0] if parts == 1 else dw.sum(0)
-    return total.to(dtype).reshape(clients, out, SIDE, SIDE, inp).permute(0, 1, 4, 2, 3)
+    return total.to(dtype).reshape(clients, out, KERNEL_SIDE, KERNEL_SIDE, inp).permute(0, 1, 4, 2, 3)
 
 
 def _channels(count: int) -> int:
-    """Return the channels of a box that holds these."""
+    """Return how many channels a box has that holds `count`."""
     return 32 if count <= 32 else 64
 
 
@@ -299,11 +299,12 @@ def _is_small(columns: int, depth: int) -> bool:
 
 
 def _product_box(size: Pair, columns: int, depth: int) -> Pair:
-    """Return the height and width of the boxes of a product; this and the next from a sweep on an H200."""
+    """Return the height and width of a product's boxes, from a sweep on an H200."""
     return _box(size, 128 if _is_small(columns, depth) else 256, 32)
 
 
 def _gradient_box(size: Pair) -> Pair:
+    """Return the height and width of a weight gradient's boxes, from the same sweep."""
     return _box(size, 64, 16)
 
 
@@ -314,12 +315,15 @@ def _box(size: Pair, pixels: int, widest: int) -> Pair:
 
 
 def _fits(box: Pair, size: Pair) -> bool:
-    """Return whether a box lies within one image, and its rows are whole groups of pixels."""
+    """Return whether a box covers at most one image (rounded up), and its rows are whole groups of pixels."""
     height, width = box
-    return height <= triton.next_power_of_2(size[0]) and width % GROUP == 0
+    return height <= triton.next_power_of_2(size[0]) and width % GROUP_PIXELS == 0
 
 
 def _programs(tiles: int, clients: int, slots: int) -> int:
-    """Return how many programs share the boxes of a client."""
-    turns = 1 if slots // clients >= FEW_TURNS else FEW_TURNS
-    return max(1, min(tiles, turns * slots // clients))
+    """Return how many programs share the boxes of a client, for all programs that run at the same time (`slots`).
+
+    With few slots per client, rounding down would leave many of them idle, so each runs several programs in turn.
+    """
+    programs_per_slot = 1 if slots // clients >= FEW_SLOTS else FEW_SLOTS
+    return max(1, min(tiles, programs_per_slot * slots // clients))

@@ -193,10 +193,13 @@ def _pair(values: Any) -> tuple[int, int]:
 
 
 def _suits_hopper(x: Tensor, weight: Tensor, stride: convolution.Pair) -> bool:
+    """Return whether Hopper's kernels compute a convolution and its gradients here."""
     _, out, inp, _, _ = weight.shape
     if hopper is None or not x.is_cuda or x.dtype != torch.bfloat16 or stride not in ((1, 1), (2, 2)):
         return False
-    if out % boxes.ALIGNED or inp % boxes.ALIGNED or min(x.shape[2:]) < max(stride):
+    if out % boxes.ALIGNED or inp % boxes.ALIGNED:
+        return False
+    if min(x.shape[2:]) < max(stride):  # one of the images of every second row and column would be empty
         return False
     number = x.device.index or 0
     if is_recording() and number not in _hopper_works:  # do not wait for the check: most likely it will succeed
@@ -215,7 +218,7 @@ def _try_hopper(device: int) -> bool:
         return False
     wide, narrow = (_small_convolution(device, side) for side in (4, 16))  # with 16, `halo.py` does the work
     (x, w, _, g), (xs, ws, bs, gs), one = wide.given, narrow.given, (1, 1)
-    works = [  # every kernel in one direction: the other one is the same code, and compiling takes time
+    works = [  # each kernel once, at stride 1 and in one direction: compiling takes time
         (lambda: hopper.input_gradient(g, w, (4, 4), one), wide.d_images),
         (lambda: hopper.weight_gradient(g, x, len(w), (3, 3), one), wide.d_weight),
         (lambda: hopper.forward(xs, ws, one, bias=bs), narrow.y),
