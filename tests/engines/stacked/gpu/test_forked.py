@@ -46,6 +46,22 @@ def test_a_process_takes_the_next_job_when_it_is_free(tmp_path, monkeypatch):
     assert slow.exists()
 
 
+def test_no_process_waits_for_a_pipe_that_another_fork_holds_open(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(forked, "LONGEST_S", 2.0)
+    paths, pipe, held = [tmp_path / f"{i}" for i in range(4)], os.pipe, []
+
+    def pipe_of_two_owners():
+        waiting, put = pipe()
+        held.append(os.dup(put))
+        return waiting, put
+
+    monkeypatch.setattr(os, "pipe", pipe_of_two_owners)
+    run_forked([writer(path) for path in paths])
+    os.close(held[0])
+    assert all(path.exists() for path in paths)
+    assert not caplog.messages
+
+
 def test_a_fork_that_fails_leaves_no_child_behind(tmp_path, monkeypatch, caplog):
     fork, children = os.fork, []
 

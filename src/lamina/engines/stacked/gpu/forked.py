@@ -84,6 +84,7 @@ def run_forked(jobs: Sequence[Job]) -> None:
     count = min(len(jobs), os.cpu_count() or 1)
     children: list[int] = []
     waiting, put = os.pipe()
+    os.set_blocking(waiting, False)  # a child must not wait for the end if another thread has forked with `put` open
     with os.fdopen(put, "wb") as pipe:
         pipe.write(b"".join(number.to_bytes(NUMBER_BYTES) for number in range(len(jobs))))
     with warnings.catch_warnings():
@@ -99,7 +100,7 @@ def run_forked(jobs: Sequence[Job]) -> None:
                     while number := os.read(waiting, NUMBER_BYTES):
                         with contextlib.suppress(Exception):
                             jobs[int.from_bytes(number)]()
-                finally:
+                finally:  # also when the pipe is empty but not at its end: BlockingIOError
                     os._exit(0)  # without the parent's cleanup, above all CUDA's
             children.append(child)
     os.close(waiting)
