@@ -88,18 +88,6 @@ def test_functions_of_matrices_get_all_tensors_with_two_axes_or_more():
         torch.testing.assert_close(doubled[name], values if name == "bias" else 2 * values)
 
 
-def test_functions_of_matrices_are_written_into_a_given_tensor():
-    layers = Layers(SHAPES)
-    u = torch.randn(3, layers.size)
-    buffer = torch.full((5, layers.size + 3), torch.nan)
-    out = buffer[:3, :-3]  # its rows lie apart
-    result = layers.map_matrices(lambda matrices, shape: 2 * matrices, u, out=out)
-    assert result is out
-    assert torch.equal(out, layers.map_matrices(lambda matrices, shape: 2 * matrices, u))
-    assert buffer[3:].isnan().all()
-    assert buffer[:, -3:].isnan().all()
-
-
 def test_every_matrix_comes_back_to_its_place():
     layers = Layers(SHAPES)
     u = torch.randn(3, layers.size)

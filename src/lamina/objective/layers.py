@@ -120,9 +120,7 @@ class Layers:
         ends = self._ends if of == "hidden" else ()
         return tuple(name for name, shape in self.shapes.items() if len(shape) > 1 and name not in ends)
 
-    def map_matrices(
-        self, function: MatrixFunction, u: Tensor, of: MatrixChoice = "matrices", out: Tensor | None = None
-    ) -> Tensor:
+    def map_matrices(self, function: MatrixFunction, u: Tensor, of: MatrixChoice = "matrices") -> Tensor:
         """Return the vector with a function applied to all its matrices; the other tensors stay as they are.
 
         A convolution kernel is the matrix [out, in * kh * kw], and a tensor with three axes is a batch of matrices. The
@@ -133,7 +131,6 @@ class Layers:
                 matrices of the same size, each of which depends on one of its own alone.
             u: vectors [..., p].
             of: which tensors are matrices.
-            out: a tensor [..., p] to write the result into, without memory in common with `u`.
 
         >>> layers = Layers({"fc.weight": (2, 2), "fc.bias": (2,)})
         >>> layers.map_matrices(lambda matrices, shape: matrices.mT, torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
@@ -148,7 +145,7 @@ class Layers:
             size = shape[1:] if len(shape) == 3 else (shape[0], math.prod(shape[1:]))
             mapped = function(alike.reshape(-1, *size), shape).reshape(alike.shape)
             pieces |= dict(zip(names, mapped.unbind(0), strict=True))
-        return torch.cat(list(pieces.values()), dim=-1, out=out)
+        return torch.cat(list(pieces.values()), dim=-1) if len(pieces) > 1 else next(iter(pieces.values()))
 
     def where_matrix(self, one: Tensor, other: Tensor, of: MatrixChoice = "matrices") -> Tensor:
         """Return the elements of `one` in all matrices, and those of `other` in the other tensors: [..., p]."""

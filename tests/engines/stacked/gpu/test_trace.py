@@ -65,18 +65,6 @@ class UsesALayersSize(lamina.FedAvg):
         return LocalModel(local.y - lr * grad / layers.sizes[0])
 
 
-class WritesMatrices(lamina.FedAvg):
-    def step(self, local, down, grad, lr, layers):
-        doubled = torch.zeros_like(grad)
-        layers.map_matrices(lambda matrices, shape: 2 * matrices, grad, out=doubled)
-        return LocalModel(local.y - lr * doubled)
-
-
-def test_a_step_that_writes_functions_of_matrices_into_its_own_tensor_is_not_fused():
-    with pytest.raises(CannotFuse, match="map_matrices with out"):
-        traced(WritesMatrices())
-
-
 @pytest.mark.parametrize("kind", [Scales, Branches, UsesALayersSize])
 def test_a_step_that_depends_on_the_sizes_of_the_model_is_not_fused(kind):
     with pytest.raises(CannotFuse):

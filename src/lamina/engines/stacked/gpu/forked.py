@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 
 LONGEST_S = 120  # a child that takes longer is stopped
 POLL_S = 0.003
-NUMBER_BYTES = 2  # of a job, in a pipe that holds 64 KiB
 
 Job = Callable[[], Any]
 
@@ -77,33 +76,25 @@ def _compile(job: Job) -> None:
 
 
 def run_forked(jobs: Sequence[Job]) -> None:
-    """Run jobs in forked processes, as many as there are cores; what fails or takes too long is left out.
-
-    A process that has finished a job takes the next one: some kernels take several times as long as others.
-    """
+    """Run jobs in forked processes, as many as there are cores; what fails or takes too long is left out."""
     count = min(len(jobs), os.cpu_count() or 1)
     children: list[int] = []
-    waiting, put = os.pipe()
-    os.set_blocking(waiting, False)  # a child must not wait for the end if another thread has forked with `put` open
-    with os.fdopen(put, "wb") as pipe:
-        pipe.write(b"".join(number.to_bytes(NUMBER_BYTES) for number in range(len(jobs))))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about threads: they hold no lock that a compiler takes
-        for _ in range(count):
+        for first in range(count):
             try:
                 child = os.fork()
-            except OSError as error:
+            except OSError as error:  # the parent compiles this child's share
                 log.info("kernels are compiled in %d processes instead of %d: %s", len(children), count, error)
                 break
             if child == 0:
                 try:
-                    while number := os.read(waiting, NUMBER_BYTES):
+                    for job in jobs[first::count]:
                         with contextlib.suppress(Exception):
-                            jobs[int.from_bytes(number)]()
-                finally:  # also when the pipe is empty but not at its end: BlockingIOError
+                            job()
+                finally:
                     os._exit(0)  # without the parent's cleanup, above all CUDA's
             children.append(child)
-    os.close(waiting)
     end = time.monotonic() + LONGEST_S
     for child in children:
         with contextlib.suppress(ChildProcessError):  # somebody else has waited for it

@@ -289,7 +289,7 @@ class LocalStep:
             for name in step.mapped:
                 function = self._values[name].function
                 assert function is not None
-                function(self._layers, self._operands[name][:rows], self._buffers[name][:rows])
+                self._buffers[name][:rows].copy_(function(self._layers, self._operands[name][:rows]))
         for field, scratch in self._scratch.items():  # not in place: other blocks may still read the old number
             buffer = self._outputs[field]
             buffer[:rows].copy_(torch.where(active[:rows].unsqueeze(1) > 0, scratch[:rows], buffer[:rows]))

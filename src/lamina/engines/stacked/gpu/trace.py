@@ -59,7 +59,6 @@ for _name, _sign in {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "
 
 MATRIX_MASKS: dict[MatrixChoice, str] = {"matrices": "is_matrix", "hidden": "is_hidden"}  # inputs: 1 for a matrix
 
-MappedMatrices = Callable[[Layers, Tensor, Tensor], Tensor]  # of a vector, into another one
 Kind = str  # "element", "tensor" or "module" (one number per layer), "row", or "number"
 
 
@@ -78,7 +77,7 @@ class Value:
     norm_of: str = ""  # the value whose norm this is, over `over`
     over: str = ""  # "tensor", "module" or "row"
     matrices_of: str = ""  # the value to whose matrices `function` was applied, by operations of torch
-    function: MappedMatrices | None = dataclasses.field(default=None, compare=False)
+    function: Callable[[Layers, Tensor], Tensor] | None = dataclasses.field(default=None, compare=False)
     number_of_pass: int = 0  # the first kernel that can compute it: norms and matrices it needs are known by then
 
 
@@ -146,7 +145,7 @@ class Trace(WatchingMode):
         finally:
             self._only = None
 
-    def add_mapped(self, vector: Tensor, mapped: Tensor, function: MappedMatrices) -> None:
+    def add_mapped(self, vector: Tensor, mapped: Tensor, function: Callable[[Layers, Tensor], Tensor]) -> None:
         """Record a function of a vector's matrices that a later kernel can read the result of."""
         operand = self.values[self.name_of(vector)]
         name, number = self._new_name(), operand.number_of_pass + 1
@@ -258,16 +257,12 @@ class TracedLayers(Layers):
         self._trace.add_copy(per_layer, elements)
         return elements
 
-    def map_matrices(
-        self, function: MatrixFunction, u: Tensor, of: MatrixChoice = "matrices", out: Tensor | None = None
-    ) -> Tensor:
+    def map_matrices(self, function: MatrixFunction, u: Tensor, of: MatrixChoice = "matrices") -> Tensor:
         """Record that a function is applied to all matrices, between two kernels."""
-        if out is not None:
-            raise CannotFuse("map_matrices with out")
         mapped = self._trace.apply_to_matrices(
             lambda vector: super(TracedLayers, self).map_matrices(function, vector, of), u
         )
-        self._trace.add_mapped(u, mapped, lambda layers, vector, out: layers.map_matrices(function, vector, of, out))
+        self._trace.add_mapped(u, mapped, lambda layers, vector: layers.map_matrices(function, vector, of))
         return mapped
 
     def where_matrix(self, one: Tensor, other: Tensor, of: MatrixChoice = "matrices") -> Tensor:
