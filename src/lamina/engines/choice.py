@@ -18,9 +18,10 @@ from lamina.engines.preference import why_apart
 from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.apart import why_not_captured
 from lamina.engines.stacked.engine import Stacked
-from lamina.engines.stacked.forward import CapturedForward, choose_forward
+from lamina.engines.stacked.forward import CapturedForward, stacked_forward, why_not_stacked
 from lamina.engines.stacked.independence import ignores_order, number_without_column, works_by_row
 from lamina.engines.stacked.memory import keep_freed_memory
+from lamina.engines.stacked.precompile import precompile
 from lamina.engines.stacked.probe import probe_samples
 from lamina.objective.batch import Inputs, Targets, same_kind, take
 from lamina.objective.fingerprint import same_tensors
@@ -131,11 +132,14 @@ def _fastest_engine(
         why = why_apart(objective, cohort, batch, sample[0]) if name == "auto" and not is_shared else ""
         why = PER_BATCH if objective.mixes_samples and name != "captured" else why
         if name != "captured" and not why:
-            forward, why = choose_forward(objective, sample, precision)
-            why = why or _why_one_order(algorithm, objective)
-            if forward is not None and not why:
-                why = "the fastest for this model" if name == "auto" else "engine='stacked' was asked for"
-                return Stacked(forward=forward, **settings, why=why)
+            forward, why = stacked_forward(objective, sample, precision)
+            if forward is not None:
+                reason = "the fastest for this model" if name == "auto" else "engine='stacked' was asked for"
+                engine = Stacked(forward=forward, **settings, why=reason)
+                precompile(engine, cohort, batch)  # other processes compile while this one checks
+                why = why_not_stacked(forward, sample, precision) or _why_one_order(algorithm, objective)
+                if not why:
+                    return engine
         if name == "captured" or (name == "auto" and (is_shared or objective.device.type == "cuda")):
             reason = why_not_captured(objective, sample)
             if not reason:

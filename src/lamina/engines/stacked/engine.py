@@ -115,7 +115,7 @@ class Stacked:
         graphs = Graphs() if self.objective.device.type == "cuda" else None
         self.graphs = Apart() if isinstance(self.forward, CapturedForward) else graphs
         # where the numbers of a batch's samples are needed: with the data, or where a file is read
-        device = torch.device("cpu") if self._problem.needs_host else self.objective.device
+        device = torch.device("cpu") if self.problem.needs_host else self.objective.device
         self.feed = BatchFeed(self.objective, self.protocol, device)
         self.totals = Totals(self.objective, self.forward)
         self.begins_early = self.objective.device.type == "cuda"
@@ -128,10 +128,11 @@ class Stacked:
     @functools.cached_property
     def parts(self) -> list[Layers]:
         """The parts that a row's state is kept in on a CPU: its layers, or one whole vector."""
-        return parts_of(self.algorithm, self._problem.layers, self.objective.device)
+        return parts_of(self.algorithm, self.problem.layers, self.objective.device)
 
     @functools.cached_property
-    def _problem(self) -> StackedObjective:
+    def problem(self) -> StackedObjective:
+        """What the rows differentiate."""
         augmentation = as_augmentation(self.protocol.augmentation)
         return StackedObjective(self.objective, self.data, self.forward, augmentation)
 
@@ -188,7 +189,7 @@ class Stacked:
     def _chunks(self, members: Sequence[Member], rows: list[Row]) -> list[list[Row]]:
         """Cut the rows of a round into chunks that fit the memory."""
         batch, graphs = members[0].plan.index.shape[2], 2 if _needs_gradients(members[0]) else 1
-        return self.memory.cut(rows, self._problem, batch, graphs)
+        return self.memory.cut(rows, self.problem, batch, graphs)
 
     def _open(self, now: RoundInProgress) -> None:
         """Broadcast, and set up the sums of a round."""
@@ -237,7 +238,7 @@ class Stacked:
         info = ClientInfo(
             first.plan.number,
             per_member(chunk, {e: member.plan.lr for e, member in members.items()}, like),
-            self._problem.layers,
+            self.problem.layers,
             steps=float(steps[0]) if (steps == steps[0]).all() else column(steps, like),
             full_gradient=torch.stack([now.gradients[row] for row in chunk]) if needs.full_gradient else None,
         )
@@ -255,7 +256,7 @@ class Stacked:
             algorithm, local, down, buffers, batches, info.lr, clip,
             needs.control_variate, needs.second_gradient, needs.loss,
         )  # fmt: skip
-        local, losses = self._take_steps(self._problem, work, filled)
+        local, losses = self._take_steps(self.problem, work, filled)
         return Started(algorithm, local, losses, down, client, kept, buffers, info, steps, home, row_weights, relative)
 
     def _finish(self, now: RoundInProgress, chunk: list[Row], started: Started) -> Trained:
@@ -387,7 +388,7 @@ class Stacked:
     def _begin_next(self, now: RoundInProgress, steps: dict[int, ServerStep]) -> bool:
         """Begin the next round's local steps, if they follow from the servers' steps; return whether it was tried."""
         upcoming = self.feed.upcoming
-        if upcoming is None or self._problem.needs_host or not can_begin_next(now, steps):
+        if upcoming is None or self.problem.needs_host or not can_begin_next(now, steps):
             return False  # if the host made the batches of all steps first, this round would be reported late
         try:
             members = next_members(now, steps, upcoming)

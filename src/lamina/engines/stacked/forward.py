@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -62,9 +63,14 @@ class StackedForward:
         statistics = {f"{n}.{b}" for n, m in self.module.named_modules() if is_batch_norm(m) for b in m._buffers}
         self.per_client_buffers = statistics & set(objective.buffers)
 
-    def round_inputs(self) -> None:
-        """Let layers with rounded weights round their inputs, too: a float32 buffer makes activations float32."""
-        for layer in self.module.modules():
+    def compute_in(self, precision: Precision) -> None:
+        """Set the precision of the pass, once."""
+        self.precision = precision
+        if precision != "bf16":
+            return
+        # A CPU that has no bf16 products is not an error, but torch warns with its C++ stack.
+        warnings.filterwarnings("ignore", message=r"mkldnn_\w+ failed, switching to BLAS gemm")
+        for layer in self.module.modules():  # a float32 buffer makes activations float32
             if isinstance(layer, (*ROUNDED_BY_AUTOCAST, nn.modules.conv._ConvTransposeNd, nn.RNNBase)):
                 layer.register_forward_pre_hook(_rounded_inputs, with_kwargs=True)
 
@@ -203,10 +209,10 @@ def _squeezed(values: Tensor) -> Tensor:
     return values.squeeze(0)
 
 
-def choose_forward(
+def stacked_forward(
     objective: Objective, sample: tuple[Inputs, Targets], precision: Precision
 ) -> tuple[StackedForward | None, str]:
-    """Return the stacked forward pass, or None and why the module has none.
+    """Return the stacked forward pass, which `why_not_stacked` must check, or None and why the module has none.
 
     `sample` holds the inputs and targets of several clients' batches, one after the other (see `probe_samples`).
     """
@@ -215,26 +221,52 @@ def choose_forward(
         return None, reading
     try:
         forward = StackedForward(objective)
-        # whether a form is right depends neither on the precision it will run in nor on the fastest algorithm
-        with arithmetic("fp32", benchmark=False), dropping_half():
-            _compare(forward, objective, *sample)
-        forward.precision = precision
-        if precision == "bf16":
-            # A CPU that has no bf16 products is not an error, but torch warns with its C++ stack.
-            warnings.filterwarnings("ignore", message=r"mkldnn_\w+ failed, switching to BLAS gemm")
-            forward.round_inputs()
-        if objective.device.type == "cuda":
-            if reads_values(lambda: _try_types(forward, objective, *sample)):
-                raise CannotStack("the model or the loss reads tensors' values, which a captured step cannot")
-        elif precision == "bf16":
-            _try_types(forward, objective, *sample)
-    except CannotStack as error:
-        return None, str(error)
+        with _exact():
+            _find_samples(forward, objective, *sample)
     except Exception as error:  # whatever a user's module raises when it is stacked
-        return None, f"stacked: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return None, _reason(error)
     if objective.device.type == "cuda":
+        forward.compute_in(precision)
         forward.suit_a_gpu()
     return forward, ""
+
+
+def why_not_stacked(forward: StackedForward, sample: tuple[Inputs, Targets], precision: Precision) -> str:
+    """Return why a forward pass does not give the gradients of the module itself, or an empty string.
+
+    Whether a form is right depends neither on the precision it will run in nor on the fastest algorithm, so the check
+    is one in full precision and without kernels for a GPU: there, of another stacked form of the module.
+    """
+    objective, checked = forward.objective, forward
+    try:
+        if objective.device.type == "cuda":
+            checked = StackedForward(objective)
+            checked.samples.learn_from(forward.samples)
+        with _exact():
+            _compare(checked, objective, *sample)
+        checked.compute_in(precision)
+        if objective.device.type == "cuda":
+            if reads_values(lambda: _try_types(checked, objective, *sample)):
+                return "the model or the loss reads tensors' values, which a captured step cannot"
+        elif precision == "bf16":
+            _try_types(checked, objective, *sample)
+    except Exception as error:  # whatever a user's module raises when it is stacked
+        return _reason(error)
+    return ""
+
+
+def _reason(error: Exception) -> str:
+    """Return why a module cannot be stacked."""
+    if isinstance(error, CannotStack):
+        return str(error)
+    return f"stacked: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+@contextlib.contextmanager
+def _exact() -> Iterator[None]:
+    """Compute in full precision, and let layers of dropout keep half of the values."""
+    with arithmetic("fp32", benchmark=False), dropping_half():
+        yield
 
 
 def _compare(forward: StackedForward, objective: Objective, inputs: Inputs, targets: Targets) -> None:
@@ -246,9 +278,9 @@ def _compare(forward: StackedForward, objective: Objective, inputs: Inputs, targ
             raise
         try:  # rounding may flip a ReLU in float32, which float64 tells from a real mismatch
             exact = objective.in_type(torch.float64)
-            _probe(
-                StackedForward(exact), exact, map_batch(_doubled, inputs), map_batch(_doubled, targets), tolerance=1e-9
-            )
+            twin, inputs, targets = StackedForward(exact), map_batch(_doubled, inputs), map_batch(_doubled, targets)
+            _find_samples(twin, exact, inputs, targets)
+            _probe(twin, exact, inputs, targets, tolerance=1e-9)
         except Exception:  # it is one, or the module cannot compute in float64
             raise mismatch from None
 
@@ -259,7 +291,6 @@ def _doubled(values: Tensor) -> Tensor:
 
 def _probe(forward: StackedForward, objective: Objective, inputs: Inputs, targets: Targets, tolerance: float) -> None:
     """Compare clients trained together with clients trained alone, to find layers that mix the samples of a batch."""
-    _find_samples(forward, objective, inputs, targets)
     x, own_batches = objective.start, functools.partial(unfold_clients, clients=PROBE_CLIENTS)
     stacked_inputs, stacked_targets = map_batch(own_batches, inputs), map_batch(own_batches, targets)
     scale = 1 + 0.1 * torch.arange(PROBE_CLIENTS, dtype=x.dtype, device=x.device).unsqueeze(1)

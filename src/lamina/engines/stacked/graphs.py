@@ -26,7 +26,7 @@ from lamina.algorithms.contract import Number
 from lamina.algorithms.declaration import options
 from lamina.data.parts import Indices
 from lamina.engines.stacked.forward import StackedForward
-from lamina.engines.stacked.gpu.launch import compile_ahead, recording
+from lamina.engines.stacked.gpu.launch import Launch, compile_ahead, recording
 from lamina.engines.stacked.independence import number_options
 from lamina.engines.stacked.layers.convolution import kernels_for, wait_for_kernels
 from lamina.engines.stacked.rows import map_record
@@ -347,6 +347,14 @@ class CapturedSteps:
 
     # --- capture ---------------------------------------------------------------------------------------------------
 
+    def launches(self, work: LocalWork, rows: int | None = None, size: int | None = None) -> list[Launch]:
+        """Return what a step of the first rows launches, without running it; the default is all of them."""
+        batch = work.batches.samples.shape[2]
+        with recording() as launches:
+            self._copy_in(work)
+            self._step(rows or self.capacity, size or batch, self._new_addresses().copy_)
+        return launches
+
     def _new_addresses(self) -> Tensor:
         """Return an empty table for the gradients' addresses."""
         return torch.zeros(len(self._problem.layers.names), 4, dtype=torch.long, device=self._local.y.device)
@@ -362,11 +370,8 @@ class CapturedSteps:
         sent_addresses = self._new_addresses()
         self._sent_addresses.append(sent_addresses)  # the graph reads them as long as it lives
         if not self._graphs:
-            with recording() as launches:
-                self._copy_in(work)
-                self._step(rows, size, sent_addresses.copy_)
-            wait_for_kernels()  # no other thread may compile while processes are forked
-            compile_ahead(launches)
+            wait_for_kernels()  # a process may not be forked while another thread imports Triton
+            compile_ahead(self.launches(work, rows, size))
         self._copy_in(work)
         side = self._stream or _warm_up_stream(device)
         side.wait_stream(torch.cuda.current_stream())

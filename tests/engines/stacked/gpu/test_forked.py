@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lamina.engines.stacked.gpu import forked
-from lamina.engines.stacked.gpu.forked import compile_in_processes, run_forked
+from lamina.engines.stacked.gpu.forked import start_compiling, start_forked
 
 if not hasattr(os, "fork"):
     pytest.skip("no fork here", allow_module_level=True)
@@ -20,54 +20,80 @@ def writer(path):
     return lambda: path.write_text(str(os.getpid()))
 
 
+def ends_within(process, seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def test_jobs_run_in_other_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     paths = [tmp_path / f"{i}" for i in range(7)]
-    run_forked([writer(path) for path in paths])
-    owners = {path.read_text() for path in paths}
-    assert len(owners) == 3
+    start_forked([writer(path) for path in paths]).wait()
+    owners = [path.read_text() for path in paths]
+    assert sorted(map(owners.count, set(owners))) == [2, 2, 3]  # equal shares
     assert str(os.getpid()) not in owners
 
 
-def test_a_fork_that_fails_leaves_no_child_behind(tmp_path, monkeypatch, caplog):
-    fork, children = os.fork, []
+def test_other_work_goes_on_until_it_waits(tmp_path):
+    path = tmp_path / "end"
+    forked = start_forked([lambda: (time.sleep(0.5), path.touch())])
+    assert not path.exists()
+    forked.wait()
+    assert path.exists()
+    forked.wait()  # it has nothing to wait for
+
+
+def test_jobs_of_a_process_that_cannot_be_forked_are_run_by_another(tmp_path, monkeypatch):
+    fork, count = os.fork, []
 
     def few():
-        if len(children) == 2:
+        count.append(1)
+        if len(count) > 2:
             raise BlockingIOError("no more processes")
-        children.append(fork())
-        return children[-1]
+        return fork()
 
     monkeypatch.setattr(os, "fork", few)
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    paths = [tmp_path / f"{i}" for i in range(3)]
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    paths = [tmp_path / f"{i}" for i in range(8)]
+    start_forked([writer(path) for path in paths]).wait()
+    assert len({path.read_text() for path in paths}) == 2
+
+
+def test_without_any_other_process_nothing_is_run(tmp_path, monkeypatch, caplog):
+    def none():
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(os, "fork", none)
     with caplog.at_level(logging.INFO):
-        run_forked([lambda path=path: (time.sleep(0.1), path.touch()) for path in paths])
-    assert [path.exists() for path in paths] == [True, True, False]
-    assert "in 2 processes instead of 3: no more processes" in caplog.text
-    for child in children:
-        with pytest.raises(ChildProcessError):  # it was waited for
-            os.waitpid(child, os.WNOHANG)
+        start_forked([writer(tmp_path / "file")]).wait()
+    assert not (tmp_path / "file").exists()
+    assert caplog.messages == ["kernels are compiled in one process: no more processes"]
 
 
 def test_a_job_that_fails_or_hangs_stops_no_other(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(forked, "LONGEST_S", 0.2)
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    paths = [tmp_path / f"{i}" for i in range(3)]
+    monkeypatch.setattr(forked, "LONGEST_S", 0.5)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    paths, hanging = [tmp_path / f"{i}" for i in range(4)], tmp_path / "hanging"
     began = time.monotonic()
-    # the first process has a job that fails and then one that writes, the second hangs, the third kills itself
-    run_forked([lambda: 1 / 0, lambda: time.sleep(60), lambda: os.kill(os.getpid(), 9), *map(writer, paths)])
+    # one process has a job that fails and then one that writes, one kills itself, one hangs, and one only writes
+    jobs = [lambda: 1 / 0, lambda: os.kill(os.getpid(), 9), lambda: (writer(hanging)(), time.sleep(60)), lambda: None]
+    start_forked([*jobs, *map(writer, paths)]).wait()
     assert time.monotonic() - began < 10
-    assert paths[0].exists()
-    assert not paths[1].exists()
-    assert not paths[2].exists()
-    assert caplog.messages == ["a process that compiles kernels took over 0.2 s and is stopped"]
+    assert [path.exists() for path in paths] == [True, False, False, True]
+    assert caplog.messages == ["processes that compile kernels took over 0.5 s and are stopped"]
+    assert ends_within(int(hanging.read_text()), seconds=5)
 
 
 def test_without_triton_nothing_is_compiled(monkeypatch):
     for name in ("triton", "triton.runtime"):  # both: another test may have imported them
         monkeypatch.setitem(sys.modules, name, None)
-    compile_in_processes([lambda: pytest.fail("no kernel can be asked for")])
+    start_compiling([lambda: pytest.fail("no kernel can be asked for")]).wait()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -83,11 +109,11 @@ def test_triton_finds_what_other_processes_compiled(tmp_path, monkeypatch):
         for each in values:
             sum_rows(each)
     asked = [functools.partial(kernel.warmup, *args, grid=grid, **more) for kernel, grid, args, more in launches]
-    compile_in_processes(asked)
+    start_compiling(asked).wait()
     compiled = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")}
     assert len(compiled) == 2
     for each in values:
         torch.testing.assert_close(sum_rows(each), each.sum(1))
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")} == compiled
-    monkeypatch.setattr(forked, "run_forked", lambda jobs: pytest.fail("all kernels are there"))
-    compile_in_processes(asked)
+    monkeypatch.setattr(forked, "start_forked", lambda jobs: pytest.fail("all kernels are there"))
+    start_compiling(asked)

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from lamina.engines.stacked.gpu import launch as launches
-from lamina.engines.stacked.gpu.launch import compile_ahead, is_recording, launch, recording, unrecorded
+from lamina.engines.stacked.gpu.forked import Forked
+from lamina.engines.stacked.gpu.launch import (
+    compile_ahead,
+    is_recording,
+    launch,
+    recording,
+    start_compiling_ahead,
+    unrecorded,
+    wait_for_compilers,
+)
 
 
 class Kernel:
@@ -61,7 +70,7 @@ def test_launches_of_another_thread_are_recorded_unless_it_asks():
 
 def test_equal_kernels_are_compiled_once(monkeypatch):
     kernel, started = Kernel(), []
-    monkeypatch.setattr(launches, "compile_in_processes", lambda jobs: None)
+    monkeypatch.setattr(launches, "start_compiling", lambda jobs: Forked(None))
     monkeypatch.setattr(launches, "start_triton", lambda: started.append(1))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -77,3 +86,27 @@ def test_equal_kernels_are_compiled_once(monkeypatch):
     assert started == [1]
     compile_ahead([])
     assert started == [1]
+
+
+def test_kernels_that_compile_already_are_waited_for_first(monkeypatch):
+    events = []
+
+    class Compilers:
+        def __init__(self, jobs):
+            events.append(f"start {len(jobs)}")
+
+        def wait(self):
+            events.append("wait")
+
+    monkeypatch.setattr(launches, "start_compiling", Compilers)
+    monkeypatch.setattr(launches, "start_triton", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    kernel = Kernel()
+    start_compiling_ahead([(kernel, (1,), (5,), {}), (kernel, (2,), (5,), {}), (kernel, (1,), (6,), {})])
+    assert events == ["start 2"]
+    assert kernel.compiled == []
+    compile_ahead([(kernel, (1,), (7,), {})])
+    assert events == ["start 2", "wait", "start 1", "wait"]
+    wait_for_compilers()
+    assert len(events) == 4

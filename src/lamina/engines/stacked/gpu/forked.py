@@ -17,23 +17,25 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
 
-LONGEST_S = 120  # a child that takes longer is stopped
+LONGEST_S = 60  # processes that take longer are stopped
 POLL_S = 0.003
 
 Job = Callable[[], Any]
 
 
-def compile_in_processes(prepare: Sequence[Job]) -> None:
-    """Compile kernels at the same time; each of `prepare` makes Triton ask for one."""
+def start_compiling(prepare: Sequence[Job]) -> Forked:
+    """Start to compile kernels in other processes; each of `prepare` makes Triton ask for one."""
     with contextlib.suppress(Exception):  # the parent compiles then
         jobs = _collect(prepare)
         if len(jobs) > 1 and hasattr(os, "fork"):
-            run_forked([functools.partial(_compile, job) for job in jobs])
+            return start_forked([functools.partial(_compile, job) for job in jobs])
+    return Forked(None)
 
 
 def _collect(prepare: Sequence[Job]) -> list[Job]:
@@ -75,33 +77,63 @@ def _compile(job: Job) -> None:
     driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
-def run_forked(jobs: Sequence[Job]) -> None:
-    """Run jobs in forked processes, as many as there are cores; what fails or takes too long is left out."""
-    count = min(len(jobs), os.cpu_count() or 1)
-    children: list[int] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about threads: they hold no lock that a compiler takes
-        for first in range(count):
-            try:
-                child = os.fork()
-            except OSError as error:  # the parent compiles this child's share
-                log.info("kernels are compiled in %d processes instead of %d: %s", len(children), count, error)
-                break
-            if child == 0:
-                try:
-                    for job in jobs[first::count]:
-                        with contextlib.suppress(Exception):
-                            job()
-                finally:
-                    os._exit(0)  # without the parent's cleanup, above all CUDA's
-            children.append(child)
-    end = time.monotonic() + LONGEST_S
-    for child in children:
+@dataclass
+class Forked:
+    """Processes that run jobs: one child of this process, and its children."""
+
+    child: int | None  # None: there is none
+    _end: float = field(default_factory=lambda: time.monotonic() + LONGEST_S, repr=False)
+
+    def wait(self) -> None:
+        """Wait until all jobs have ended; processes that take too long are stopped."""
+        child, self.child = self.child, None
         with contextlib.suppress(ChildProcessError):  # somebody else has waited for it
-            while os.waitpid(child, os.WNOHANG)[0] == 0:
-                if time.monotonic() > end:
-                    log.warning("a process that compiles kernels took over %g s and is stopped", LONGEST_S)
-                    os.kill(child, signal.SIGKILL)
+            while child is not None and os.waitpid(child, os.WNOHANG)[0] == 0:
+                if time.monotonic() > self._end:
+                    log.warning("processes that compile kernels took over %g s and are stopped", LONGEST_S)
+                    os.killpg(child, signal.SIGKILL)
                     os.waitpid(child, 0)
                     break
                 time.sleep(POLL_S)
+
+
+def start_forked(jobs: Sequence[Job]) -> Forked:
+    """Start to run jobs in as many processes as there are cores; a job that fails is left out.
+
+    This process forks once, and the others fork each other, because a copy of a process with a GPU takes long.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads: they hold no lock that a compiler takes
+        try:
+            child = os.fork()
+        except OSError as error:
+            log.info("kernels are compiled in one process: %s", error)
+            return Forked(None)
+    if child == 0:
+        try:
+            os.setpgid(0, 0)  # so that all of them can be stopped together
+            _run_shared(jobs, os.cpu_count() or 1)
+        finally:
+            os._exit(0)  # without the parent's cleanup, above all CUDA's
+    with contextlib.suppress(OSError):  # the child may have been first, or have ended
+        os.setpgid(child, child)
+    return Forked(child)
+
+
+def _run_shared(jobs: Sequence[Job], processes: int) -> None:
+    """Run jobs in this process and its children; those of a child that cannot be forked run here."""
+    children: list[int] = []
+    while processes > 1 and len(jobs) > 1:
+        try:
+            child = os.fork()
+        except OSError:
+            break
+        if child == 0:
+            children, jobs, processes = [], jobs[1::2], processes // 2
+        else:
+            children, jobs, processes = [*children, child], jobs[::2], processes - processes // 2
+    for job in jobs:
+        with contextlib.suppress(Exception):
+            job()
+    for child in children:
+        os.waitpid(child, 0)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lamina.engines.stacked.gpu.forked import compile_in_processes
+from lamina.engines.stacked.gpu.forked import Forked, start_compiling
 
 log = logging.getLogger(__name__)
 
@@ -73,29 +73,52 @@ def start_triton() -> None:
         list(pool.map(lambda task: task(), tasks))
 
 
+_started: list[Forked] = []  # processes that compile and have not been waited for
+
+
+def start_compiling_ahead(launches: Iterable[Launch]) -> None:
+    """Start to compile the kernels of launches in other processes. No other thread may compile meanwhile."""
+    distinct = _distinct(launches)
+    if distinct:
+        start_triton()
+        _started.append(start_compiling([functools.partial(_compile_one, launched) for launched in distinct]))
+
+
 def compile_ahead(launches: Iterable[Launch]) -> None:
     """Compile the kernels of all launches at the same time. No other thread may compile meanwhile."""
-    distinct = {_variant(*launched): launched for launched in launches}
+    distinct = _distinct(launches)
     if len(distinct) >= MANY_KERNELS:
         log.info("loading %d GPU kernels; the first run on a machine compiles them, in a few seconds", len(distinct))
+    wait_for_compilers()
+    start_compiling_ahead(distinct)
+    wait_for_compilers()
     device = torch.cuda.current_device()
-
-    def compile_one(launched: Launch) -> Any:
-        kernel, grid, arguments, options = launched
-        return kernel.warmup(*arguments, grid=grid, **options)
 
     def load_one(launched: Launch) -> None:
         torch.cuda.set_device(device)
         with contextlib.suppress(Exception):  # raised again by the launch, if there is one
-            compiled = compile_one(launched)
+            compiled = _compile_one(launched)
             if hasattr(compiled, "_init_handles"):  # Triton would build the launcher at the first launch
                 compiled._init_handles()
 
-    if distinct:
-        start_triton()
-        compile_in_processes([functools.partial(compile_one, launched) for launched in distinct.values()])
     with ThreadPoolExecutor(min(len(distinct) or 1, os.cpu_count() or 1)) as pool:
-        list(pool.map(load_one, distinct.values()))
+        list(pool.map(load_one, distinct))
+
+
+def wait_for_compilers() -> None:
+    """Wait for the processes that `start_compiling_ahead` has started."""
+    while _started:
+        _started.pop().wait()
+
+
+def _distinct(launches: Iterable[Launch]) -> list[Launch]:
+    """Return one launch for each kernel that Triton compiles."""
+    return list({_variant(*launched): launched for launched in launches}.values())
+
+
+def _compile_one(launched: Launch) -> Any:
+    kernel, grid, arguments, options = launched
+    return kernel.warmup(*arguments, grid=grid, **options)
 
 
 def _variant(kernel: Any, grid: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

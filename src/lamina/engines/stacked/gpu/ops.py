@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from lamina.engines.stacked import folding
 from lamina.engines.stacked.gpu import convolution, pooling
 from lamina.engines.stacked.gpu.copies import fill_rows, flatten
-from lamina.engines.stacked.gpu.launch import is_recording, start_triton, unrecorded
+from lamina.engines.stacked.gpu.launch import Launch, is_recording, recording, start_triton, unrecorded
 from lamina.engines.stacked.gpu.masks import drop
 from lamina.engines.stacked.gpu.norms import group_norm
 from lamina.engines.stacked.gpu.sums import squared_distances, sum_rows
@@ -32,10 +34,12 @@ __all__ = [
     "fill_rows",
     "flatten",
     "group_norm",
+    "launches_of_check",
     "linear",
     "max_pool",
     "prepare",
     "squared_distances",
+    "start_triton",
 ]
 
 log = logging.getLogger(__name__)
@@ -47,14 +51,23 @@ LARGEST_WINDOW = 127  # pixels of max-pooling's window: where the largest was is
 
 
 def prepare(device: torch.device) -> None:
-    """Check, once, which kernels a GPU can run, and compile one that no step has."""
+    """Check, once, which kernels a GPU can run."""
     with _checking:
         number = device.index or 0
         if number not in _hopper_works:
             _hopper_works[number] = _try_hopper(number)
-            zeros = torch.zeros(1, 1, device=device)
-            with unrecorded():
-                squared_distances(zeros, zeros, torch.zeros(1, dtype=torch.int64, device=device))
+
+
+def launches_of_check(device: torch.device) -> list[Launch]:
+    """Return what the check before the first use launches, and a kernel of the first round that no step has."""
+    number = device.index or 0
+    zeros = torch.zeros(1, 1, device=device)
+    with recording() as launches:
+        squared_distances(zeros, zeros, torch.zeros(1, dtype=torch.int64, device=device))
+        if hopper is not None and number not in _hopper_works and _is_hopper(number):
+            for work, _ in _small_convolutions(number):
+                work()
+    return launches
 
 
 def convolve(
@@ -213,27 +226,19 @@ def _is_hopper(device: int) -> bool:
 
 
 def _try_hopper(device: int) -> bool:
-    """Return whether the chip is a Hopper, and its kernels compute what torch does on a small problem."""
+    """Return whether the chip is a Hopper, and its kernels compute what torch does on small problems."""
     if not _is_hopper(device):
         return False
-    wide, narrow = (_small_convolution(device, side) for side in (4, 16))  # with 16, `halo.py` does the work
-    (x, w, b, g), (xs, ws, bs, gs), one = wide.given, narrow.given, (1, 1)
-    works = [  # each kernel in one direction, and stride 2 once: compiling takes time
-        (lambda: hopper.forward(x, w, one, stride=2, bias=b), wide.y[:, :, ::2, ::2]),
-        (lambda: hopper.input_gradient(g, w, (4, 4), one), wide.d_images),
-        (lambda: hopper.weight_gradient(g, x, len(w), (3, 3), one), wide.d_weight),
-        (lambda: hopper.forward(xs, ws, one, bias=bs), narrow.y),
-        (lambda: hopper.weight_gradient(gs, xs, len(ws), (3, 3), one), narrow.d_weight),
-    ]
+    works = _small_convolutions(device)
 
-    def error(work: Any, right: Tensor) -> float:
+    def error(work: Callable[[], Tensor], right: Tensor) -> float:
         torch.cuda.set_device(device)
         with unrecorded():
             return float((work().cpu().float() - right).norm() / right.norm())
 
     try:
         start_triton()
-        with ThreadPoolExecutor(len(works)) as pool:  # compiled at the same time
+        with ThreadPoolExecutor(len(works)) as pool:  # what is not compiled yet, compiles at the same time
             is_right = all(error <= 0.01 for error in pool.map(error, *zip(*works, strict=True)))
     except Exception as failure:  # whatever a triton that has changed raises
         log.warning("the Hopper kernels do not run here, so the portable ones are used: %s", failure)
@@ -241,6 +246,20 @@ def _try_hopper(device: int) -> bool:
     if not is_right:
         log.warning("the Hopper kernels are wrong under this version of triton, so the portable ones are used")
     return is_right
+
+
+@functools.cache
+def _small_convolutions(device: int) -> list[tuple[Callable[[], Tensor], Tensor]]:
+    """Return what the Hopper kernels are tried on, each with the right result on the CPU."""
+    wide, narrow = (_small_convolution(device, side) for side in (4, 16))  # with 16, `halo.py` does the work
+    (x, w, b, g), (xs, ws, bs, gs), one = wide.given, narrow.given, (1, 1)
+    return [  # each kernel in one direction, and stride 2 once: compiling takes time
+        (lambda: hopper.forward(x, w, one, stride=2, bias=b), wide.y[:, :, ::2, ::2]),
+        (lambda: hopper.input_gradient(g, w, (4, 4), one), wide.d_images),
+        (lambda: hopper.weight_gradient(g, x, len(w), (3, 3), one), wide.d_weight),
+        (lambda: hopper.forward(xs, ws, one, bias=bs), narrow.y),
+        (lambda: hopper.weight_gradient(gs, xs, len(ws), (3, 3), one), narrow.d_weight),
+    ]
 
 
 class _SmallConvolution(NamedTuple):

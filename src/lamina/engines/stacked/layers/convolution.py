@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,8 @@ class StackedTransposed(StackedLayer):
     def forward(self: Any, input: Tensor, output_size: Any = None) -> Tensor:
         """[C * B, in, ...] -> [C * B, out, ...]."""
         axes = input.dim() - 2
+        if input.is_cuda and output_size is None and self._enlarges():
+            return enlarge(input, self.weight, self.bias)
         extra = self._output_padding(
             input, output_size, self.stride, self.padding, self.kernel_size, axes, self.dilation
         )
@@ -60,6 +63,33 @@ class StackedTransposed(StackedLayer):
             return TRANSPOSED[axes](x, weight, bias, self.stride, self.padding, extra, groups, self.dilation)
 
         return _of_all_clients(plain, input, self.weight, self.bias, self.groups)
+
+    def _enlarges(self: Any) -> bool:
+        """Return whether every pixel becomes a block of its own, as in most networks that enlarge images."""
+        is_plain = self.groups == 1 and not any((*self.padding, *self.output_padding))
+        return is_plain and self.stride == self.kernel_size and all(step == 1 for step in self.dilation)
+
+
+def enlarge(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a transposed convolution whose blocks do not overlap, as one matrix product per client.
+
+    x [C * B, in, ...], weight [C, in, out, ...], bias [C, out] -> [C * B, out, ...], with the channels last in memory.
+    torch's grouped convolutions start slowly here: they try many algorithms.
+    """
+    weight, block = weight.to(x.dtype), weight.shape[3:]
+    clients, inputs, outputs = weight.shape[:3]
+    pixels = x.movedim(1, -1).reshape(clients, -1, inputs)
+    matrix = weight.movedim(2, -1).reshape(clients, inputs, -1)  # [C, in, block * out]
+    if bias is None:
+        rows = torch.bmm(pixels, matrix)
+    else:
+        shift = bias.to(x.dtype).repeat(1, math.prod(block)).unsqueeze(1)
+        rows = torch.baddbmm(shift, pixels, matrix)
+    axes = len(block)
+    blocks = rows.reshape(len(x), *x.shape[2:], *block, outputs)
+    order = (axis for i in range(1, axes + 1) for axis in (i, i + axes))  # a pixel's axis beside its block's
+    sizes = (size * factor for size, factor in zip(x.shape[2:], block, strict=True))
+    return blocks.permute(0, *order, -1).reshape(len(x), *sizes, outputs).movedim(-1, 1)
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Any:
@@ -75,13 +105,13 @@ _preparing: dict[torch.device, threading.Thread] = {}
 
 
 def prepare_kernels(device: torch.device, precision: str) -> None:
-    """Start to check, in a thread, the kernels of a run in bf16: that imports Triton and compiles some of them."""
+    """Start to import Triton and what it compiles with, in a thread: a run in bf16 most likely needs our kernels."""
 
     def prepare() -> None:
         with contextlib.suppress(Exception):  # raised again when the run needs the kernels
             kernels = kernels_for(device, torch.float32)
             if kernels is not None:
-                kernels.prepare(device)
+                kernels.start_triton()
 
     if device.type == "cuda" and precision == "bf16" and device not in _preparing:
         _preparing[device] = threading.Thread(target=prepare)

@@ -46,6 +46,10 @@ class Samples:
         if self._first is not None:
             self._answers[train] = self._first
 
+    def learn_from(self, other: Samples) -> None:
+        """Take over the answers of a like module."""
+        self._answers = dict(other._answers)
+
     def axis(self, shape: Sequence[int], clients: int) -> int | None:
         """Return the axis with the samples of so many clients, perhaps merged with later axes; None: no such axis."""
         number = clients * self.batch
