@@ -18,11 +18,11 @@ class Immediate:
 
 def test_losses_and_the_gradients_of_their_sum():
     used, unused = (torch.ones(2, 3, requires_grad=True) for _ in range(2))
-    losses, gradients = differentiate(lambda: (used**2).sum(1), [used, unused])
+    losses, gradients = differentiate(lambda: (used**2).sum(1), {"used": used, "unused": unused})
     assert losses.tolist() == [3.0, 3.0]
     assert not losses.requires_grad
-    assert torch.equal(gradients[0], 2 * used)
-    assert torch.equal(gradients[1], torch.zeros(2, 3))  # the losses do not depend on it
+    assert torch.equal(gradients["used"], 2 * used)
+    assert torch.equal(gradients["unused"], torch.zeros(2, 3))  # the losses do not depend on it
 
 
 def test_without_a_side_stream_nothing_is_claimed():

@@ -10,6 +10,7 @@ Without a GPU the same steps run uncaptured, which is how the tests compare them
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -29,7 +30,9 @@ from lamina.engines.stacked.forward import StackedForward
 from lamina.engines.stacked.gpu.launch import Launch, compile_ahead, recording
 from lamina.engines.stacked.independence import number_options
 from lamina.engines.stacked.layers.convolution import kernels_for, wait_for_kernels
+from lamina.engines.stacked.overlap import Overlap, Watched
 from lamina.engines.stacked.rows import map_record
+from lamina.engines.stacked.side_stream import URGENT
 from lamina.engines.stacked.steps import Batches, LocalWork, StackedObjective, algorithm_step
 from lamina.objective.batch import map_batch, tensors
 from lamina.objective.objective import Buffers
@@ -175,9 +178,10 @@ class CapturedSteps:
         self._work = dataclasses.replace(work, algorithm=algorithm, lr=self._lr, clip=self._clip)
         self._parameters, self._rounded = self._views_of_parameters()
         self._at_x = problem.layers.unflatten(self._down.x) if work.control else {}
-        self._fused = self._fuse()
+        self._fused, self._why_not_fused = self._fuse()
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}  # by number of rows and size of the batch
         self._sent_addresses: list[Tensor] = []  # of the gradients, one table per graph
+        self._overlaps: list[Overlap] = []  # whose tables of blocks graphs read
         self._uncaptured_addresses = self._new_addresses()
         self._sent_samples: deque[Any] = deque()  # events after the copies of samples that the host has taken
 
@@ -284,10 +288,10 @@ class CapturedSteps:
 
     # --- one step --------------------------------------------------------------------------------------------------
 
-    def _fuse(self) -> Any:
-        """Return the algorithm's step as a kernel; None without Triton, or if the step has no such kernel."""
+    def _fuse(self) -> tuple[Any, str]:
+        """Return the algorithm's step as a kernel; None without Triton, or if the step has no such kernel, and why."""
         if self._kernels is None:
-            return None
+            return None, ""
         from lamina.engines.stacked.gpu.local_step import LocalStep
         from lamina.engines.stacked.gpu.trace import CannotFuse
 
@@ -295,32 +299,38 @@ class CapturedSteps:
         try:
             if work.second:
                 raise CannotFuse("a second gradient")
-            return LocalStep(
+            step = LocalStep(
                 work.algorithm, self._local, self._down, self._lr, self._clip, layers, self._rounded, self._loss
             )  # fmt: skip
         except CannotFuse as reason:
-            name = type(work.algorithm).__name__
-            log.info("the local step is not fused into one kernel: %s.step uses %s", name, reason)
-            return None
+            return None, f"{type(work.algorithm).__name__}.step uses {reason}"
+        return step, ""
 
-    def _step(self, rows: int, size: int, send_addresses: Callable[[Tensor], Tensor]) -> None:
+    def _step(
+        self, rows: int, size: int, send_addresses: Callable[[Tensor], Tensor], early: Watched | Overlap | None = None
+    ) -> None:
         """Take one local step of the first rows, in place, with batches of this size.
 
-        `send_addresses` copies the table of the gradients' addresses to the device, where the kernels read it.
+        `send_addresses` copies the table of the gradients' addresses to the device, where the kernels read it. `early`
+        sees the gradients when they arrive.
         """
         batch = map_record(lambda value: value[:rows].index_select(1, self._k).squeeze(1), self._batches)
         batch = batch.first(size)
         y, x = ({n: view[:rows] for n, view in views.items()} for views in (self._parameters, self._at_x))
         buffers = {name: buffer[:rows] for name, buffer in self._buffers.items()}
-        gradients, losses = self._problem.step_gradients(self._work, y, x, buffers, batch)
+        is_active = self._all_active if batch.counts is None else batch.counts
+        with contextlib.nullcontext() if early is None else early.of_pass(is_active):
+            gradients, losses = self._problem.step_gradients(self._work, y, x, buffers, batch)
         if self._fused is None:
             self._step_unfused(rows, gradients, losses, x, buffers, batch)
         else:
-            pieces = [piece.contiguous() for piece in self._problem.layers.pieces(gradients)]
-            is_active = self._all_active if batch.counts is None else batch.counts
+            layers = self._problem.layers
+            pieces = [piece.contiguous() for piece in layers.pieces(gradients)]
             if self._loss is not None:
                 self._loss[:rows].copy_(losses.unsqueeze(1))
-            self._fused.run(rows, is_active, send_addresses(self._fused.addresses(pieces)))
+            addresses = send_addresses(self._fused.addresses(pieces))
+            late = None if early is None else early.finish(dict(zip(layers.names, pieces, strict=True)))
+            self._fused.run(rows, is_active, addresses, late)
         self._losses[:rows] += losses
         self._k += 1
 
@@ -370,13 +380,16 @@ class CapturedSteps:
         sent_addresses = self._new_addresses()
         self._sent_addresses.append(sent_addresses)  # the graph reads them as long as it lives
         if not self._graphs:
+            if self._why_not_fused:
+                log.info("the local step is not fused into one kernel: %s", self._why_not_fused)
             wait_for_kernels()  # a process may not be forked while another thread imports Triton
             compile_ahead(self.launches(work, rows, size))
         self._copy_in(work)
+        watched = self._watched()
         side = self._stream or _warm_up_stream(device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._step(rows, size, sent_addresses.copy_)  # so that libraries have their workspaces
+            self._step(rows, size, sent_addresses.copy_, watched)  # so that libraries have their workspaces
         torch.cuda.current_stream().wait_stream(side)
         unsent: list[Tensor] = []
 
@@ -385,10 +398,25 @@ class CapturedSteps:
             unsent.append(addresses)
             return sent_addresses
 
-        replay = captured(lambda: self._step(rows, size, send_later), self._pool, self._stream)
+        overlap = None
+        if watched is not None and watched.early:
+            overlap = Overlap(self._fused, rows, sent_addresses, watched.early)
+        replay = captured(lambda: self._step(rows, size, send_later, overlap), self._pool, self._stream)
+        if overlap is not None and not overlap.is_right:  # the module does not do the same in every pass
+            replay = captured(lambda: self._step(rows, size, send_later), self._pool, self._stream)
         if unsent:
             sent_addresses.copy_(unsent[-1])
+        if overlap is not None:
+            self._overlaps.append(overlap)
         return replay
+
+    def _watched(self) -> Watched | None:
+        """Return what finds out which layers may take the step early; None if none may."""
+        has_side_stream = isinstance(self._problem.forward, StackedForward) and not self._work.control
+        if not has_side_stream or self._fused is None or not self._fused.is_one_kernel or self._loss is not None:
+            return None
+        vectors = [self._local.y] if self._rounded is None else [self._local.y, self._rounded]
+        return Watched(self._problem.layers, vectors)
 
 
 @functools.cache
@@ -397,8 +425,14 @@ def _warm_up_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
+@functools.cache
+def _capture_stream(device: torch.device) -> Any:
+    """Return a stream whose kernels go before those of the layers that take the step early."""
+    return torch.cuda.Stream(device, priority=URGENT)  # type: ignore[no-untyped-call]
+
+
 def captured(work: Callable[[], None], pool: Any, stream: Any) -> Callable[[], None]:
-    """Return the work as a CUDA graph, captured on a stream (None: on torch's).
+    """Return the work as a CUDA graph, captured on a stream (None: on one for all).
 
     The work leaves nothing behind but what it writes into buffers from elsewhere, so that graphs may share a pool.
     """
@@ -407,7 +441,7 @@ def captured(work: Callable[[], None], pool: Any, stream: Any) -> Callable[[], N
     is_collecting, current, too_large = gc.isenabled(), torch.cuda.current_stream(), None
     gc.disable()  # a graph destroyed by the collector while another is captured would break that one
     try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        with torch.cuda.graph(graph, pool=pool, stream=stream or _capture_stream(current.device)):
             try:
                 work()
             except torch.cuda.OutOfMemoryError as error:  # raised once the capture has ended, which may also fail

@@ -9,23 +9,32 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 MOST_PENDING = 2  # layers whose gradients are being computed: their inputs stay in memory
+URGENT = -1  # the priority of streams with kernels that others wait for
 
 Work = Callable[[], Sequence[Tensor]]
+
+
+class Observer(Protocol):
+    """Sees the gradients that a side stream computes."""
+
+    def arrived(self, name: str, gradient: Tensor, stream: Any) -> None:
+        """Take note of a parameter's gradient so far, once the kernels queued on the stream have run."""
 
 
 class SideStream:
     """The weights' gradients of one backward pass."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = _stream_of(device)
+    def __init__(self, device: torch.device, leaves: Mapping[str, Tensor]) -> None:
+        self._stream, self._observer = _stream_of(device), _observer.get()
+        self._names = {id(leaf): name for name, leaf in leaves.items()}
         self._gradients: dict[int, Tensor] = {}  # by id of the weight
         self._pending: deque[tuple[Any, Sequence[Tensor]]] = deque()
         self._has_work = False
@@ -39,6 +48,9 @@ class SideStream:
             for weight, gradient in zip(weights, work(), strict=True):
                 total = self._gradients.get(weight)
                 self._gradients[weight] = gradient if total is None else total + gradient
+        if self._observer is not None:
+            for weight in weights:
+                self._observer.arrived(self._names[weight], self._gradients[weight], self._stream)
         self._pending.append((self._stream.record_event(), inputs))
         if len(self._pending) > MOST_PENDING:
             done, _ = self._pending.popleft()
@@ -58,7 +70,7 @@ class SideStream:
 @functools.cache
 def _stream_of(device: torch.device) -> Any:
     """Return the same stream at every call: memory that one graph has used can serve the next."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device, priority=URGENT)  # type: ignore[no-untyped-call]
 
 
 class Claim(NamedTuple):
@@ -69,6 +81,17 @@ class Claim(NamedTuple):
 
 
 _current: ContextVar[SideStream | None] = ContextVar("side_stream", default=None)
+_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
+
+
+@contextlib.contextmanager
+def observed(observer: Observer | None) -> Iterator[None]:
+    """Let an observer see the gradients that side streams compute within the context."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
 
 
 def claim(*weights: Tensor | None) -> Claim | None:
@@ -93,12 +116,14 @@ def weight_gradients(claim: Claim | None, work: Work, inputs: Sequence[Tensor]) 
     return [None] * len(claim.weights)
 
 
-def differentiate(losses: Callable[[], Tensor], leaves: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return losses and the gradients of their sum; zeros at a leaf that they do not depend on."""
-    with _side_stream(leaves[0].device) as stream:
+def differentiate(losses: Callable[[], Tensor], leaves: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return losses and the gradients of their sum by name; zeros at a leaf that they do not depend on."""
+    device = next(iter(leaves.values())).device
+    with _side_stream(device, leaves) as stream:
         values = losses()
-        gradients = torch.autograd.grad(values.sum(), list(leaves), allow_unused=True)
-    return values.detach(), [_total(leaf, g, stream) for leaf, g in zip(leaves, gradients, strict=True)]
+        gradients = torch.autograd.grad(values.sum(), list(leaves.values()), allow_unused=True)
+    pairs = zip(leaves.items(), gradients, strict=True)
+    return values.detach(), {name: _total(leaf, gradient, stream) for (name, leaf), gradient in pairs}
 
 
 def _total(leaf: Tensor, gradient: Tensor | None, stream: SideStream | None) -> Tensor:
@@ -110,11 +135,11 @@ def _total(leaf: Tensor, gradient: Tensor | None, stream: SideStream | None) -> 
 
 
 @contextlib.contextmanager
-def _side_stream(device: torch.device) -> Iterator[SideStream | None]:
+def _side_stream(device: torch.device, leaves: Mapping[str, Tensor]) -> Iterator[SideStream | None]:
     if device.type != "cuda":
         yield None
         return
-    stream = SideStream(device)
+    stream = SideStream(device, leaves)
     token = _current.set(stream)
     try:
         yield stream

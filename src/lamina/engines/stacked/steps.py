@@ -21,6 +21,7 @@ from lamina.data.feed import Augment, OwnAugmentation, training_inputs
 from lamina.data.mapped import Mapped
 from lamina.engines.stacked.forward import CapturedForward, Forward, StackedForward, rounded
 from lamina.engines.stacked.independence import join, split
+from lamina.engines.stacked.layers.convolution import kernels_for
 from lamina.engines.stacked.rows import send
 from lamina.engines.stacked.side_stream import differentiate
 from lamina.engines.state import copy_buffers
@@ -151,8 +152,7 @@ class StackedObjective:
             return self.forward.gradients(parameters, buffers, x, y, train=train, streams=batch.streams)
         leaves = {n: p.detach().requires_grad_() for n, p in parameters.items()}
         # a parameter that the loss does not reach has a gradient of zero, as in the loop
-        losses, gradients = differentiate(lambda: self.mean_losses(leaves, buffers, batch), list(leaves.values()))
-        by_name = dict(zip(leaves, gradients, strict=True))
+        losses, by_name = differentiate(lambda: self.mean_losses(leaves, buffers, batch), leaves)
         if not self.summed:  # evaluation mode has other zeros
             by_name |= {name: by_name[name] * kept for name, kept in (self.objective.kept_gradients or {}).items()}
         return by_name, losses
@@ -177,12 +177,22 @@ class StackedObjective:
             rows, size = batch.samples.shape
             x, y = (map_batch(lambda values: values[:rows, :size], part) for part in self.prepared)
             return x, y
-        data, keys = self.data, batch.keys
-        x, y = (map_batch(lambda values: _take(values, batch.samples), part) for part in (data.x, data.y))
-        if keys is not None and isinstance(self.augmentation, Augment):
+        data, keys, augmentation = self.data, batch.keys, self.augmentation
+        y = map_batch(lambda values: _take(values, batch.samples), data.y)
+        if keys is not None and isinstance(augmentation, Augment):
             keys = send(keys, self.objective.device)
-        x = training_inputs(x, keys, self.augmentation, data.mean, data.std, self.objective.dtype, batch.counts)
-        return x, y
+        kernels = kernels_for(batch.samples.device, self.objective.dtype)
+        if kernels is not None and _are_images(data.x) and (augmentation is None or isinstance(augmentation, Augment)):
+            is_rounded = isinstance(self.forward, StackedForward) and self.forward.precision == "bf16"
+            dtype = torch.bfloat16 if is_rounded else self.objective.dtype
+            return kernels.prepare_images(data.x, batch.samples, keys, augmentation, data.mean, data.std, dtype), y
+        x = map_batch(lambda values: _take(values, batch.samples), data.x)
+        return training_inputs(x, keys, augmentation, data.mean, data.std, self.objective.dtype, batch.counts), y
+
+
+def _are_images(x: Inputs) -> bool:
+    """Return whether inputs are images of uint8 in memory on a GPU."""
+    return isinstance(x, Tensor) and x.is_cuda and x.dtype == torch.uint8 and x.dim() == 4 and x.is_contiguous()
 
 
 def _take(values: Tensor | Mapped, index: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import linecache
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,7 +224,8 @@ class LocalStep:
         }
         buffers |= {name: self._new_vectors(layers.size, lr.device) for name in self._operands}
         self._outputs = {field: buffers[f"local_{field}"] for field in outputs}
-        self._blocks, self._groups, aligned = _block_table(layers, lr.device)
+        self._table, self._groups, aligned = _block_table(layers, lr.device)
+        self._blocks = torch.from_numpy(self._table).to(lr.device)
         strides = [value.stride(0) for name, value in buffers.items() if values[name].kind == "element"]
         aligned = aligned and all(stride % ALIGNMENT == 0 for stride in strides)
         self._norms: dict[str, Tensor] = {}
@@ -255,16 +256,40 @@ class LocalStep:
         rows = [[g.data_ptr(), g.stride(0), g.element_size(), g.stride(0) % ALIGNMENT == 0] for g in gradients]
         return torch.tensor(rows, dtype=torch.int64)
 
-    def run(self, rows: int, active: Tensor, addresses: Tensor) -> None:
+    @property
+    def names(self) -> Sequence[str]:
+        """The tensors of a vector."""
+        return self._layers.names
+
+    @property
+    def is_one_kernel(self) -> bool:
+        """Whether the step waits for no norm and no function of matrices, so that layers can take it one by one."""
+        return len(self._passes) == 1
+
+    def blocks_of(self, names: Collection[str]) -> Tensor:
+        """Return the blocks of these tensors, for `run`."""
+        tensors = [number for number, name in enumerate(self._layers.names) if name in names]
+        is_chosen = np.isin(self._table[:, BLOCK_COLUMNS.index("tensor")], tensors)
+        chosen = self._table[is_chosen & (self._table[:, 0] < self._table[:, 1])]
+        table = np.zeros((math.prod(_two_axes(len(chosen))), len(BLOCK_COLUMNS)), dtype=np.int32)
+        table[: len(chosen)] = chosen
+        return torch.from_numpy(table).to(self._blocks.device)
+
+    def run(
+        self, rows: int, active: Tensor, addresses: Tensor, blocks: Tensor | None = None, *, is_last: bool = True
+    ) -> None:
         """Take the step in the first rows.
 
         Args:
             rows: how many.
             active: 0 for a row that keeps its state [rows].
             addresses: those of the gradients, on the device.
+            blocks: which blocks take it, if the step is one kernel; None: all.
+            is_last: whether all other blocks have taken the step; new numbers per layer and row are stored then.
         """
+        blocks = self._blocks if blocks is None else blocks
         # the rows of a block are neighbours, so that a vector which all rows read comes from the cache
-        grid = (rows, *_two_axes(len(self._blocks)))
+        grid = (rows, *_two_axes(len(blocks)))
         for step in self._passes:
             arguments: list[Any] = []
             for name in step.inputs:
@@ -279,7 +304,7 @@ class LocalStep:
                     arguments += [target, target.stride(0)]
                 if self._rounded is not None and "y" in self._outputs:
                     arguments += [self._rounded, self._rounded.stride(0)]
-            launch(step.function, grid, self._blocks, active, addresses, *arguments, BLOCK=BLOCK, num_warps=4)
+            launch(step.function, grid, blocks, active, addresses, *arguments, BLOCK=BLOCK, num_warps=4)
             for name in step.norms:
                 groups = self._groups[self._values[name].over]
                 launch(
@@ -290,7 +315,9 @@ class LocalStep:
                 function = self._values[name].function
                 assert function is not None
                 self._buffers[name][:rows].copy_(function(self._layers, self._operands[name][:rows]))
-        for field, scratch in self._scratch.items():  # not in place: other blocks may still read the old number
+        for field, scratch in (
+            self._scratch.items() if is_last else ()
+        ):  # not in place: other blocks may still read the old number
             buffer = self._outputs[field]
             buffer[:rows].copy_(torch.where(active[:rows].unsqueeze(1) > 0, scratch[:rows], buffer[:rows]))
 
@@ -305,7 +332,7 @@ def _two_axes(blocks: int) -> tuple[int, int]:
     return -(-blocks // axes), axes
 
 
-def _block_table(layers: Layers, device: torch.device) -> tuple[Tensor, dict[str, Tensor], bool]:
+def _block_table(layers: Layers, device: torch.device) -> tuple[Any, dict[str, Tensor], bool]:
     """Return the table of blocks, the range of blocks of every layer, and whether all start at aligned elements."""
     modules = {name: number for number, name in enumerate(layers.group_names("module"))}
     starts = np.cumsum([0, *layers.sizes]).tolist()
@@ -324,4 +351,4 @@ def _block_table(layers: Layers, device: torch.device) -> tuple[Tensor, dict[str
         ranges = [np.searchsorted(layer, np.arange(size), side) for side in ("left", "right")]
         groups[kind] = torch.tensor(np.stack(ranges, 1), dtype=torch.int32, device=device)
     aligned = all(line[0] % ALIGNMENT == 0 for line in lines)
-    return torch.from_numpy(table).to(device), groups, aligned
+    return table, groups, aligned

@@ -23,7 +23,7 @@ from lamina.engines.stacked.side_stream import claim, weight_gradients
 TILE, RESIDUAL_TILE = 32768, 16384
 # A warp reads a pixel of a group with so many channels at once. Backward, several warps would then add up their sums of
 # every channel through shared memory, which takes longer than the rest; so there is one.
-WIDE_GROUP, WIDE_TILE = 128, 2048
+WIDE_GROUP = 128
 
 
 @triton.jit
@@ -221,13 +221,14 @@ class GroupNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of images, scale, shift and residual."""
         x, weight, bias, y, moments = ctx.saved_tensors
-        g, again = (gradients[i].contiguous(memory_format=torch.channels_last) for i in (0, -1))
         twice = len(gradients) == 2
+        g, *second = (gradient.contiguous(memory_format=torch.channels_last) for gradient in gradients)
+        again = second[0] if twice else g
         dx = torch.empty_like(x)
         d_residual = torch.empty_like(x) if ctx.residual and (ctx.relu or twice) else g
         d_affine = torch.empty(2, len(x), x.shape[1], dtype=torch.float32, device=x.device)
         clients = len(weight)
-        most, warps = _backward_tile(ctx.sizes, ctx.residual or twice)
+        most, warps = _backward_tile(ctx.sizes, ctx.residual)
         launch(
             _backward, (len(x), moments.shape[1]), g, again, x, y, weight, bias, moments, dx, d_residual, d_affine,
             len(x) // clients, weight.stride(0),
@@ -263,7 +264,7 @@ def _backward_tile(sizes: tuple[int, int, int], holds_more: bool) -> tuple[int, 
     """Return the elements that a program of the backward pass holds at a time, and its warps."""
     _, size, pixels = sizes
     if size >= WIDE_GROUP:
-        return WIDE_TILE, 1
+        return 4096 if size < 2 * WIDE_GROUP else 2048, 1
     most = RESIDUAL_TILE if holds_more else TILE
     if size * pixels <= most // 2:
         return most, 4

@@ -16,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from lamina.engines.stacked import folding
 from lamina.engines.stacked.gpu import convolution, pooling
 from lamina.engines.stacked.gpu.copies import fill_rows, flatten
+from lamina.engines.stacked.gpu.images import prepare_images
 from lamina.engines.stacked.gpu.launch import Launch, is_recording, recording, start_triton, unrecorded
 from lamina.engines.stacked.gpu.masks import drop
 from lamina.engines.stacked.gpu.norms import group_norm
@@ -38,6 +39,7 @@ __all__ = [
     "linear",
     "max_pool",
     "prepare",
+    "prepare_images",
     "squared_distances",
     "start_triton",
 ]
