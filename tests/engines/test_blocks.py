@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import lamina
 from lamina.algorithms.contract import ClientInfo, LocalModel, Model, ServerInfo
 from lamina.engines import blocks
-from lamina.engines.blocks import Step
+from lamina.engines.blocks import Segments, Step
 from lamina.objective.layers import Layers
 
 LAYERS = Layers({"a.weight": (70, 50), "a.bias": (70,), "b.weight": (10, 71)})
@@ -59,6 +59,15 @@ def copies(record):
     return type(record)(*(None if value is None else value.clone() for value in record))
 
 
+def in_segments(step):
+    """Return the step with its gradient in segments."""
+
+    def call(local, down, grad, *arguments, **more):
+        return step(local, down, Segments(list(LAYERS.unflatten(grad).values())), *arguments, **more)
+
+    return call
+
+
 def taken_in_blocks(recordings):
     """Return whether steps are repeated in blocks, once two are recorded."""
     ((first, second),) = recordings.values()
@@ -83,11 +92,46 @@ def test_our_steps_in_blocks_are_the_steps_on_whole_vectors(name, preset, dtype)
         whole = steps(algorithm.step, local, down, needs)
         in_blocks = steps(Step(algorithm, recordings, may_overwrite=True), local, down, needs)
         assert same(in_blocks[-1], whole[-1])
+        apart = steps(in_segments(Step(algorithm, {}, may_overwrite=True)), local, down, needs)
+        assert same(apart[-1], whole[-1])
         assert same(down, before[0])  # what was not allocated by the steps is not written
         assert same(local, before[1])
         kept = steps(Step(algorithm, recordings, may_overwrite=False), local, down, needs)
         assert all(same(one, other) for one, other in zip(kept, whole, strict=True))
         assert taken_in_blocks(recordings) != has_reduction
+
+
+@pytest.mark.parametrize("lengths", [[5], [256], [1000], [100, 156, 300], [1, 255, 256, 512, 3], [0, 7, 0, 600, 1]])
+def test_segments_are_read_block_by_block(lengths):
+    vector = torch.arange(sum(lengths))
+    segments = Segments(torch.split(vector, lengths))
+    assert segments.length == len(vector)
+    assert torch.equal(segments.joined(), vector)
+    for size in (1, 64, 256, 2000):
+        blocks = [block.clone() for block in segments.blocks(size)]
+        assert list(map(len, blocks)) == list(map(len, torch.split(vector, size)))
+        assert torch.equal(torch.cat(blocks), vector)
+
+
+class KeptGradient(NamedTuple):
+    y: Tensor
+    last: Tensor
+
+
+class KeepsGradient(lamina.FedAvg):
+    def begin(self, down, client, info):
+        return KeptGradient(down.x, torch.zeros_like(down.x))
+
+    def step(self, local, down, grad, lr, layers):
+        return KeptGradient(local.y - lr * (grad + local.last), grad)
+
+
+def test_a_gradient_in_segments_can_be_kept():
+    algorithm = KeepsGradient()
+    down, local = start(algorithm)
+    step = in_segments(Step(algorithm, {}, may_overwrite=True))
+    ended = steps(step, local, down, algorithm.needs(1))[-1]
+    assert same(ended, steps(algorithm.step, local, down, algorithm.needs(1))[-1])
 
 
 def test_states_are_overwritten_only_if_nobody_reads_them():
@@ -286,3 +330,25 @@ def test_a_run_in_blocks_is_the_run_on_whole_vectors(name, monkeypatch):
     assert taken
     whole = trained(10**6)
     assert all(torch.equal(one, other) for one, other in zip(in_blocks, whole, strict=True) if isinstance(one, Tensor))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedlada", "localadam"])
+def test_the_gradients_of_all_parameters_stay_apart_for_the_step(name, monkeypatch):
+    """Nothing but the step reads them here: there is no clipping, for example."""
+    generator = np.random.default_rng(0)
+    data = generator.normal(size=(60, 8)).astype("float32"), generator.integers(0, 3, 60)
+
+    def trained(size):
+        monkeypatch.setattr(blocks, "BLOCK", size)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 70), nn.Tanh(), nn.Linear(70, 3))
+        settings = {"clients": 6, "participation": 0.5, "batch_size": 5, "local_steps": 3, "engine": "loop"}
+        simulation = lamina.Simulation(model, data, name, **settings)
+        simulation.run(3, progress=False)
+        return simulation.state.server.x
+
+    monkeypatch.setattr(blocks.Segments, "joined", lambda self, f=blocks.Segments.joined: joined.append(1) or f(self))
+    joined = []
+    in_blocks = trained(100)
+    assert len(joined) == 2  # only to record
+    assert torch.equal(in_blocks, trained(10**6))

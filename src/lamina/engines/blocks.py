@@ -3,13 +3,14 @@
 A step is about ten operations on vectors as long as the model. If these do not fit the caches, every operation reads
 and writes main memory. So the first two steps are recorded. If all of their operations are elementwise, later steps
 repeat them on one block of the vectors after another, and what an operation writes is still in the core's cache when
-the next one reads it. An elementwise operation computes the same in every block, to the last bit.
+the next one reads it. An elementwise operation computes the same in every block, to the last bit. A gradient comes as
+one tensor for each parameter; blocks are gathered from them, because one long vector would have to be written and read.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,6 +24,37 @@ from lamina.objective.layers import Layers
 Recordings = dict[Any, list["Recording | None"]]  # by what a step depends on; None: it is not elementwise
 
 BLOCK = 1 << 17  # elements per thread; a power of two, so that vector instructions leave none over between two blocks
+
+
+class Segments:
+    """A vector whose segments lie apart in memory."""
+
+    def __init__(self, segments: Sequence[Tensor]) -> None:
+        self._segments = [segment.reshape(-1) for segment in segments]
+        self.length = sum(len(segment) for segment in self._segments)
+
+    def joined(self) -> Tensor:
+        """Return the vector."""
+        return torch.cat(self._segments)
+
+    def blocks(self, size: int) -> Iterator[Tensor]:
+        """Yield the vector block by block; each is valid until the next one."""
+        buffer, filled = self._segments[0].new_empty(min(size, self.length)), 0
+        for segment in self._segments:
+            start = 0
+            while start < len(segment):
+                piece = segment[start : start + size - filled]
+                start += len(piece)
+                if len(piece) == size:  # a whole block needs no copy
+                    yield piece
+                    continue
+                buffer[filled : filled + len(piece)] = piece
+                filled += len(piece)
+                if filled == size:
+                    yield buffer
+                    filled = 0
+        if filled:
+            yield buffer[:filled]
 
 
 class Step:
@@ -39,28 +71,30 @@ class Step:
         self._algorithm, self._recordings, self._may_overwrite = algorithm, recordings, may_overwrite
         self._own: list[Tensor | None] = []  # the last state, if it lies in memory that was allocated here
 
-    def __call__(self, local: Any, down: Any, grad: Tensor, lr: Number, layers: Layers, **more: Tensor) -> Any:
+    def __call__(
+        self, local: Any, down: Any, gradient: Tensor | Segments, lr: Number, layers: Layers, **more: Tensor
+    ) -> Any:
         """Return the local state after one step."""
-        size = BLOCK * torch.get_num_threads()
-        if grad.device.type != "cpu" or grad.numel() < 2 * size or isinstance(lr, Tensor):
-            return self._algorithm.step(local, down, grad, lr, layers, **more)
-        inputs = [*local, *down, grad, *more.values()]
-        kinds = [None if value is None else (value.shape, value.dtype) for value in inputs]
+        size, y = BLOCK * torch.get_num_threads(), local.y
+        is_small = y.device.type != "cpu" or y.numel() < 2 * size or isinstance(lr, Tensor)
+        kinds = [None if value is None else (value.shape, value.dtype) for value in (*local, *down, *more.values())]
         key = lr, layers, type(local), type(down), tuple(more), tuple(kinds)
         # Two steps are recorded: what is random or was read out of a tensor unnoticed differs between them.
-        recordings = self._recordings.get(key, [])
-        if len(recordings) < 2:
-            after, recording = _record(self._algorithm, local, down, grad, lr, layers, more)
-            is_repeated = all(one is not None and recording is not None and one.equals(recording) for one in recordings)
-            self._recordings.clear()  # another learning rate, mostly: the last one does not come back
-            self._recordings[key] = [*recordings, recording if is_repeated else None]
-            return after
-        recording = recordings[-1]
-        if recording is None:
+        recordings = [] if is_small else self._recordings.get(key, [])
+        recording = recordings[-1] if len(recordings) == 2 else None
+        if recording is not None:
+            inputs = [*local, *down, gradient, *more.values()]
+            after = recording.repeat(inputs, y.numel(), size, self._own)
+            self._own = [after[field] for field in recording.written_fields] if self._may_overwrite else []
+            return type(local)(*after)
+        grad = gradient.joined() if isinstance(gradient, Segments) else gradient
+        if is_small or len(recordings) == 2:
             return self._algorithm.step(local, down, grad, lr, layers, **more)
-        after = recording.repeat(inputs, len(grad), size, self._own)
-        self._own = [after[field] for field in recording.written_fields] if self._may_overwrite else []
-        return type(local)(*after)
+        after, recording = _record(self._algorithm, local, down, grad, lr, layers, more)
+        is_repeated = all(one is not None and recording is not None and one.equals(recording) for one in recordings)
+        self._recordings.clear()  # another learning rate, mostly: the last one does not come back
+        self._recordings[key] = [*recordings, recording if is_repeated else None]
+        return after
 
 
 def _record(
@@ -220,7 +254,7 @@ class Recording:
         )
 
     def repeat(
-        self, inputs: Sequence[Tensor | None], length: int, size: int, own: Sequence[Tensor | None]
+        self, inputs: Sequence[Tensor | Segments | None], length: int, size: int, own: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Return the fields of the local state after the step.
 
@@ -235,18 +269,19 @@ class Recording:
             named_values = {name: values[number] for name, number in named.items()}
             values[result] = function(*[values[number] for number in positional], **named_values)
         wholes = {number: values[number] for number in self._read}
-        addresses = [None if value is None else value.untyped_storage().data_ptr() for value in inputs]
+        addresses = [value.untyped_storage().data_ptr() for value in inputs if isinstance(value, Tensor)]
         for number, dtype in self._written.items():
             old = None if number not in self._over else inputs[self._over[number]]
             is_free = (
-                old is not None
+                isinstance(old, Tensor)
                 and any(old is value for value in own)
                 and old.dtype == dtype
                 and addresses.count(old.untyped_storage().data_ptr()) == 1
             )
             wholes[number] = old if is_free else torch.empty(length, dtype=dtype)
         buffers = [torch.empty(size, dtype=dtype) for dtype in self._buffers]
-        for pieces in zip(*(torch.split(vector, size) for vector in wholes.values()), strict=True):
+        blocks = (v.blocks(size) if isinstance(v, Segments) else torch.split(v, size) for v in wholes.values())
+        for pieces in zip(*blocks, strict=True):
             for number, piece in zip(wholes, pieces, strict=True):
                 values[number] = piece
             for number, buffer in self._buffer_of.items():
@@ -256,7 +291,8 @@ class Recording:
                 function(*[values[number] for number in positional], **named_values, out=values[result])
         for number, vector in wholes.items():
             values[number] = vector
-        return [None if number is None else values[number] for number in self._outputs]
+        fields = [None if number is None else values[number] for number in self._outputs]
+        return [field.joined() if isinstance(field, Segments) else field for field in fields]  # a kept gradient
 
 
 def _writing_variant(function: Any) -> Any:

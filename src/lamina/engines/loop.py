@@ -34,7 +34,7 @@ from lamina.base.finite import all_finite
 from lamina.channel.channel import Link
 from lamina.data.dataset import Dataset
 from lamina.data.feed import as_augmentation, training_inputs
-from lamina.engines.blocks import Recordings, Step
+from lamina.engines.blocks import Recordings, Segments, Step
 from lamina.engines.divergence import StepCheck, diverged_upload
 from lamina.engines.personal import client_broadcast, client_result, first_record, pass_channel, personal_model, unpack
 from lamina.engines.state import RoundReport, RoundSums, State, client_weights, close_round, copy_buffers
@@ -156,11 +156,18 @@ class Loop:
         local = algorithm.begin(down, client, info)
         # `algorithm.step`, in blocks if the model is large; a local state is not kept unless it is watched
         step = Step(algorithm, self._recordings, may_overwrite=watch is None)
+        is_clipped = self.protocol.clip is not None and not algorithm.clips_direction
+        # whether only `step` reads the gradient, which need not be one vector then
+        only_steps = watch is None and control is None and not (is_clipped or needs.second_gradient)
+        grad: Any  # a vector, or its segments
         losses = []
         with rng.forked(self.objective.device):  # the module may draw random numbers; the caller must not notice
             for k in range(int(plan.steps[c])):
                 batch = self._batch(plan, c, k)
-                grad, loss = self._gradient(local.y, buffers, batch, control)
+                if only_steps:
+                    grad, loss = self._segments(local.y, buffers, batch)
+                else:
+                    grad, loss = self._gradient(local.y, buffers, batch, control)
                 more = {"loss": loss.reshape(1)} if needs.loss else {}
                 if needs.second_gradient:  # of the same batch, at a point that the algorithm chooses
                     point = algorithm.second_point(local, down, grad, info.lr, layers)
@@ -189,6 +196,15 @@ class Loop:
         if self.protocol.clip is not None and not self.algorithm.clips_direction:
             grad = clip_by_norm(grad, self.protocol.clip)
         return grad, loss
+
+    def _segments(self, y: Tensor, buffers: Buffers, batch: StepBatch) -> tuple[Segments, Tensor]:
+        """Return what `_gradient` returns, but with the gradients of all parameters apart."""
+        rng.seed_generators(self.objective.device, batch.seed)
+        parameters = self.objective.layers.unflatten(y)
+        gradients, loss = self.objective.gradient_at(
+            parameters, buffers, batch.inputs, batch.targets, streams=batch.stream
+        )
+        return Segments([gradients[name] for name in parameters]), loss
 
     def _batch(self, plan: RoundPlan, c: int, k: int) -> StepBatch:
         """Gather, augment and normalise the batch of the c-th active client's step k."""
