@@ -78,11 +78,11 @@ def cost(result: Result) -> str:
     chosen = {"test": "the test data, as the paper does", "validation": "held-out training data"}[facts["select"]]
     line = f"{amount(facts['runs'] - tuning, 'final run')} of {either(facts['rounds'])} rounds; "
     line += (
-        f"{amount(tuning, 'tuning run')} of {either(facts['tuning_rounds'])} rounds, on {chosen} "
-        f"(listed in `{tuning_tables(result)}`)"
+        f"{amount(tuning, 'tuning run')} of {either(facts['tuning_rounds'])} rounds, on {chosen}"
         if tuning
         else "no tuning runs"
     )
+    line += f" (listed in `{tuning_tables(result)}`)" if tuning and result.lists_tuning else ""
     line += f"; {facts['seconds']:,.0f} {spent(facts)}"
     for what, key in (("diverged", "diverged_runs"), ("not finished", "unfinished_runs")):
         line += f"; {facts[key]} {what}" if facts[key] else ""

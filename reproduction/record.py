@@ -28,6 +28,7 @@ class Result:
     digest: str = ""  # of the files that the histories were read from
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the comparisons, by variant folder
     held_out: dict[tuple[str, str], float] = field(default_factory=dict)  # accuracy of the chosen tuning run; as above
+    lists_tuning: bool = True  # whether there are tables of the tuning runs
 
 
 def read_results(folder: Path) -> list[Result]:
@@ -62,7 +63,8 @@ def read_result(folder: Path) -> Result:
         for row in tuning_runs(folder / variant / "tuning.csv")
         if row["chosen"] == "True" and row.get("final_validation_accuracy")
     }
-    return Result(folder.name, facts, histories, digest.hexdigest(), configs, held_out)
+    lists_tuning = any((folder / variant / "tuning.csv").exists() for variant in facts["variants"])
+    return Result(folder.name, facts, histories, digest.hexdigest(), configs, held_out, lists_tuning)
 
 
 def tuning_runs(path: Path) -> list[dict[str, str]]:

@@ -70,6 +70,8 @@ def test_the_files_that_list_tuning_runs_are_named(runs, variants, folder):
     tuning = f"3 tuning runs of 5 rounds, on held-out training data ({listed})"
     expected = f"10 final runs of 9 rounds; {tuning if runs else 'no tuning runs'}; 7 GPU seconds; H200, bf16."
     assert appendix.cost(page.Result("mine", facts, {})) == expected
+    without = expected.replace(f" ({listed})", "")
+    assert appendix.cost(page.Result("mine", facts, {}, lists_tuning=False)) == without
 
 
 def test_costs_are_in_multiples_of_fedavgs():
