@@ -31,7 +31,8 @@ class Segments:
 
     def __init__(self, segments: Sequence[Tensor]) -> None:
         self._segments = [segment.reshape(-1) for segment in segments]
-        self.length = sum(len(segment) for segment in self._segments)
+        self._lengths = [segment.numel() for segment in segments]
+        self.length = sum(self._lengths)
 
     def joined(self) -> Tensor:
         """Return the vector."""
@@ -40,16 +41,16 @@ class Segments:
     def blocks(self, size: int) -> Iterator[Tensor]:
         """Yield the vector block by block; each is valid until the next one."""
         buffer, filled = self._segments[0].new_empty(min(size, self.length)), 0
-        for segment in self._segments:
+        for segment, length in zip(self._segments, self._lengths, strict=True):
             start = 0
-            while start < len(segment):
-                piece = segment[start : start + size - filled]
-                start += len(piece)
-                if len(piece) == size:  # a whole block needs no copy
+            while start < length:
+                end = min(length, start + size - filled)
+                piece, count, start = segment[start:end], end - start, end
+                if count == size:  # a whole block needs no copy
                     yield piece
                     continue
-                buffer[filled : filled + len(piece)] = piece
-                filled += len(piece)
+                buffer[filled : filled + count].copy_(piece)
+                filled += count
                 if filled == size:
                     yield buffer
                     filled = 0

@@ -19,6 +19,7 @@ from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.apart import why_not_captured
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.forward import CapturedForward, stacked_forward, why_not_stacked
+from lamina.engines.stacked.gpu.launch import stop_compilers
 from lamina.engines.stacked.independence import ignores_order, number_without_column, works_by_row
 from lamina.engines.stacked.memory import keep_freed_memory
 from lamina.engines.stacked.precompile import precompile
@@ -140,6 +141,7 @@ def _fastest_engine(
                 why = why_not_stacked(forward, sample, precision) or _why_one_order(algorithm, objective)
                 if not why:
                     return engine
+                stop_compilers()
         if name == "captured" or (name == "auto" and (is_shared or objective.device.type == "cuda")):
             reason = why_not_captured(objective, sample)
             if not reason:

@@ -402,12 +402,12 @@ class CapturedSteps:
         if watched is not None and watched.early:
             overlap = Overlap(self._fused, rows, sent_addresses, watched.early)
         replay = captured(lambda: self._step(rows, size, send_later, overlap), self._pool, self._stream)
-        if overlap is not None and not overlap.is_right:  # the module does not do the same in every pass
+        if overlap is not None and overlap.is_right:
+            self._overlaps.append(overlap)
+        elif overlap is not None:  # the module does not do the same in every pass
             replay = captured(lambda: self._step(rows, size, send_later), self._pool, self._stream)
         if unsent:
             sent_addresses.copy_(unsent[-1])
-        if overlap is not None:
-            self._overlaps.append(overlap)
         return replay
 
     def _watched(self) -> Watched | None:

@@ -69,6 +69,7 @@ class Watched:
             is_whole = gradient.data_ptr() == pieces[name].data_ptr()
             if is_whole and gradient.numel() >= LARGE and self._saved[name] == self._arrivals[name]:
                 self.early[name] = self._arrivals[name]
+        self._gradients.clear()
 
 
 class Overlap:
@@ -93,8 +94,13 @@ class Overlap:
     def of_pass(self, active: Tensor) -> Iterator[None]:
         """Let layers take the step during the pass within the context; rows are active if they take it."""
         self._active = active
-        with observed(self):
-            yield
+        try:
+            with observed(self):
+                yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # a capture that ends early must not leave a stream behind
+                self._join()
+            raise
 
     def arrived(self, name: str, gradient: Tensor, stream: Any) -> None:
         """Let a layer take the step if its gradient is complete; the kernels that read its weights are queued."""
@@ -108,13 +114,18 @@ class Overlap:
 
     def finish(self, pieces: Mapping[str, Tensor]) -> Tensor:
         """Wait for the steps that were taken, and return the blocks of the other layers."""
-        if self._gradients:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        self._join()
         addresses = {name: gradient.data_ptr() for name, gradient in self._gradients.items()}
         self.is_right = self._blocks.keys() == addresses.keys() and all(
             self._left[name] == 0 and pieces[name].data_ptr() == address for name, address in addresses.items()
         )
+        self._gradients.clear()  # the memory of a graph's gradients serves other graphs
+        del self._active
         return self._late
+
+    def _join(self) -> None:
+        if self._gradients:  # a stream without work is not part of a capture
+            torch.cuda.current_stream().wait_stream(self._stream)
 
 
 @functools.cache

@@ -8,10 +8,12 @@ import torch
 
 from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.base import rng
+from lamina.engines.devices import arithmetic
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.gpu.launch import start_compiling_ahead
 from lamina.engines.stacked.graphs import CapturedSteps
 from lamina.engines.stacked.layers.convolution import kernels_for, wait_for_kernels
+from lamina.engines.stacked.memory import Memory
 from lamina.engines.stacked.rows import map_record, to_layout
 from lamina.engines.stacked.steps import Batches, LocalWork
 
@@ -28,20 +30,22 @@ def precompile(engine: Stacked, cohort: int, batch: int) -> None:
         return
     wait_for_kernels()  # a process may not be forked while another thread imports Triton
     try:
-        with rng.forked(engine.objective.device):
-            work = _first_work(engine, cohort, batch)
+        # as in a round, no other thread may launch kernels while they are recorded, or compile while processes fork
+        with arithmetic(engine.forward.precision, benchmark=False), rng.forked(engine.objective.device):
+            work = first_work(engine, cohort, batch)
             launches = CapturedSteps(engine.problem, work, pool=None).launches(work)
-        start_compiling_ahead([*kernels.launches_of_check(engine.objective.device), *launches])
+            start_compiling_ahead([*kernels.launches_of_check(engine.objective.device), *launches])
     except Exception as error:  # whatever the user's module, loss or algorithm raises: round 1 says it better
         log.info("no kernel is compiled before round 1: %s", error)
 
 
-def _first_work(engine: Stacked, cohort: int, batch: int) -> LocalWork:
+def first_work(engine: Stacked, cohort: int, batch: int) -> LocalWork:
     """Return one step of as many rows as the first round trains at a time, on the first sample of the data."""
     algorithm, protocol, objective = engine.algorithm, engine.protocol, engine.objective
     layers, lr, needs = engine.problem.layers, protocol.lr, algorithm.needs(1)
     has_gradients = needs.full_gradient or needs.control_variate
-    rows = min(cohort, engine.memory.rows_that_fit(engine.problem, batch, 2 if has_gradients else 1))
+    memory = Memory(objective.device)  # not the engine's, which looks at the memory that is free in round 1
+    rows = min(cohort, memory.rows_that_fit(engine.problem, batch, 2 if has_gradients else 1))
     x = to_layout(objective.start, engine.forward.layout)
     of_server = ServerInfo(1, lr, layers, protocol.participation, mean_gradient=x if needs.control_variate else None)
     one_down, one_client = algorithm.broadcast(algorithm.init(x, layers), of_server), algorithm.client_init(x, layers)

@@ -50,7 +50,8 @@ class SideStream:
                 self._gradients[weight] = gradient if total is None else total + gradient
         if self._observer is not None:
             for weight in weights:
-                self._observer.arrived(self._names[weight], self._gradients[weight], self._stream)
+                if weight in self._names:  # else it is not a parameter of the model
+                    self._observer.arrived(self._names[weight], self._gradients[weight], self._stream)
         self._pending.append((self._stream.record_event(), inputs))
         if len(self._pending) > MOST_PENDING:
             done, _ = self._pending.popleft()

@@ -29,8 +29,9 @@ class Shared(nn.Module):
 
 def early_layers(run):
     """Return the layers that take the step early in the captured steps of a run."""
-    captured = run.engine.graphs._captured.values()
-    return {name for steps in captured for each in steps._overlaps for name in each._blocks}
+    overlaps = [each for steps in run.engine.graphs._captured.values() for each in steps._overlaps]
+    assert all(each.is_right for each in overlaps)
+    return {name for each in overlaps for name in each._blocks}
 
 
 def trained(monkeypatch, model, algorithm, overlaps=True, **settings):
@@ -38,7 +39,14 @@ def trained(monkeypatch, model, algorithm, overlaps=True, **settings):
     torch.manual_seed(0)
     side = 8 if model == "shared" else 32
     data = torch.randint(0, 256, (120, 3, side, side), dtype=torch.uint8), torch.arange(120) % 10
-    net = Shared() if model == "shared" else lamina.models.create(model, (3, side, side), 10, seed=0)
+    if model == "shared":
+        net = Shared()
+    elif model == "autoencoder":
+        net = nn.Sequential(nn.Linear(3072, 64, bias=False), nn.Tanh(), nn.Linear(64, 3072, bias=False))
+        flat = data[0].flatten(1) / 255
+        data, settings = (flat, flat), {"loss": "mse"} | settings
+    else:
+        net = lamina.models.create(model, (3, side, side), 10, seed=0)
     settings = {"clients": 4, "batch_size": 7, "local_steps": 3, "lr": 0.01, "seed": 1} | settings
     run = lamina.Simulation(net, data, algorithm, device="cuda", engine="stacked", **settings)
     run.run(3)
@@ -78,6 +86,13 @@ def test_a_layer_whose_weights_are_read_again_waits(monkeypatch):
     assert torch.equal(early.state.server.x, late.state.server.x)
 
 
+def test_all_layers_may_be_early(monkeypatch):
+    """Then no block is left for after the pass."""
+    early, late = (trained(monkeypatch, "autoencoder", "fedlada", overlaps) for overlaps in (True, False))
+    assert early_layers(early) == {"0.weight", "2.weight"}
+    assert torch.equal(early.state.server.x, late.state.server.x)
+
+
 @pytest.mark.parametrize("algorithm", ["fedlamb", "fedsps"])  # norms, and the loss of the batch
 def test_a_step_that_needs_more_than_the_gradient_waits(monkeypatch, algorithm):
     assert not early_layers(trained(monkeypatch, "cifar_cnn", algorithm))
@@ -87,10 +102,13 @@ def test_clipped_gradients_wait(monkeypatch):
     assert not early_layers(trained(monkeypatch, "cifar_cnn", "fedavg", clip=1.0))
 
 
-def test_a_module_that_changes_its_ways_steps_after_the_pass(monkeypatch):
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_module_that_changes_its_ways_steps_after_the_pass(monkeypatch, times):
     """Where the captured pass is not like the one that was watched, it is captured again without early steps."""
-    monkeypatch.setattr(overlap.Watched, "finish", lambda self, pieces: self.early.update({"hidden.weight": 2}))
+    name = "hidden.weight" if times == 2 else "conv1.missing"  # its gradient arrives once, or never
+    monkeypatch.setattr(overlap.Watched, "finish", lambda self, pieces: self.early.update({name: times}))
     run = trained(monkeypatch, "cifar_cnn", "fedavg")
+    assert not early_layers(run)
     monkeypatch.undo()
     plain = trained(monkeypatch, "cifar_cnn", "fedavg", overlaps=False)
     assert torch.equal(run.state.server.x, plain.state.server.x)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from lamina.engines.stacked.layers import convolution
+from lamina.engines.stacked.layers.modules import stack
 from stacked_layers import assert_as_in_the_loop, chain, data
 
 TENSORS = {
@@ -80,3 +81,33 @@ def test_a_cpu_has_no_kernels_of_ours():
 )
 def test_kernels_of_ours_support_plain_convolutions(options, apply):
     assert convolution.kernels_apply(nn.Conv2d(4, 4, 3, **options)) is apply
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("block", [(3,), (2, 2), (2, 3), (2, 1, 2)], ids=str)
+def test_blocks_that_do_not_overlap_are_a_matrix_product(block, has_bias):
+    clients, batch, inputs, outputs = 3, 2, 4, 5
+    torch.manual_seed(0)
+    x = torch.randn(clients * batch, inputs, *(5, 6, 7)[: len(block)], dtype=torch.double)
+    weight = torch.randn(clients, inputs, outputs, *block, dtype=torch.double)
+    bias = torch.randn(clients, outputs, dtype=torch.double) if has_bias else None
+    plain, biases = convolution.TRANSPOSED[len(block)], [None] * clients if bias is None else bias
+    expected = [plain(*each, stride=block) for each in zip(x.chunk(clients), weight, biases, strict=True)]
+    torch.testing.assert_close(convolution.enlarge(x, weight, bias), torch.cat(expected))
+
+
+@pytest.mark.parametrize(
+    ("options", "enlarges"),
+    [
+        ({}, True),
+        ({"kernel_size": 3}, False),
+        ({"stride": 1}, False),
+        ({"padding": 1}, False),
+        ({"output_padding": 1}, False),
+        ({"groups": 2}, False),
+        ({"dilation": 2}, False),
+    ],
+)
+def test_only_blocks_that_do_not_overlap_are_one(options, enlarges):
+    layer = stack(nn.ConvTranspose2d(4, 6, **{"kernel_size": 2, "stride": 2} | options))
+    assert layer._enlarges() == enlarges

@@ -7,6 +7,7 @@ lost but time: the parent compiles what it does not find in the cache.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -23,7 +24,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-LONGEST_S = 60  # processes that take longer are stopped
+LONGEST_S = 120  # processes that take longer are stopped
 POLL_S = 0.003
 
 Job = Callable[[], Any]
@@ -84,17 +85,32 @@ class Forked:
     child: int | None  # None: there is none
     _end: float = field(default_factory=lambda: time.monotonic() + LONGEST_S, repr=False)
 
+    def __post_init__(self) -> None:
+        if self.child is not None:  # else they would outlive a run that ends early, and hold its output open
+            atexit.register(self.stop)
+
     def wait(self) -> None:
         """Wait until all jobs have ended; processes that take too long are stopped."""
-        child, self.child = self.child, None
         with contextlib.suppress(ChildProcessError):  # somebody else has waited for it
-            while child is not None and os.waitpid(child, os.WNOHANG)[0] == 0:
+            while self.child is not None and os.waitpid(self.child, os.WNOHANG)[0] == 0:
                 if time.monotonic() > self._end:
                     log.warning("processes that compile kernels took over %g s and are stopped", LONGEST_S)
-                    os.killpg(child, signal.SIGKILL)
-                    os.waitpid(child, 0)
-                    break
+                    self.stop()
+                    return
                 time.sleep(POLL_S)
+        self._forget()
+
+    def stop(self) -> None:
+        """Stop all of them."""
+        if self.child is not None:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.killpg(self.child, signal.SIGKILL)
+                os.waitpid(self.child, 0)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.child = None
+        atexit.unregister(self.stop)
 
 
 def start_forked(jobs: Sequence[Job]) -> Forked:

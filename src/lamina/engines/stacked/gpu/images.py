@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lamina.data.feed import WORD_BITS, Augment
-from lamina.engines.stacked.gpu.launch import launch
+from lamina.engines.stacked.gpu.launch import is_recording, launch
 
 BLOCK = 1024  # numbers of an image that a program computes
 
@@ -62,7 +62,8 @@ def prepare_images(
     See `lamina.data.feed.training_inputs`; `keys` [...] are the random words.
     """
     _, channels, height, width = images.shape
-    out = torch.empty(*index.shape, channels, height, width, dtype=dtype, device=images.device)
+    make = torch.zeros if is_recording() else torch.empty  # a module may use pixels as indices
+    out = make(*index.shape, channels, height, width, dtype=dtype, device=images.device)
     augmentation = Augment(pad=0, flip=False) if augmentation is None or keys is None else augmentation
     rest_count = 2**WORD_BITS // (2 * (2 * augmentation.pad + 1) ** 2)
     index = index.contiguous()
@@ -76,7 +77,7 @@ def prepare_images(
     return out
 
 
-@functools.lru_cache(maxsize=16)
+@functools.cache  # for good: captured steps read them
 def _numbers(mean: tuple[float, ...] | None, std: tuple[float, ...] | None, device: torch.device) -> Tensor:
     """Return means and deviations on the device. They are sent once: a CUDA graph cannot capture the copy."""
     return torch.tensor([*(mean or (0.0,)), *(std or (1.0,))], dtype=torch.float32, device=device)

@@ -111,6 +111,12 @@ def wait_for_compilers() -> None:
         _started.pop().wait()
 
 
+def stop_compilers() -> None:
+    """Stop the processes that `start_compiling_ahead` has started: nobody needs their kernels."""
+    while _started:
+        _started.pop().stop()
+
+
 def _distinct(launches: Iterable[Launch]) -> list[Launch]:
     """Return one launch for each kernel that Triton compiles."""
     return list({_variant(*launched): launched for launched in launches}.values())

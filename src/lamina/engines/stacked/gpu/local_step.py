@@ -267,11 +267,11 @@ class LocalStep:
         return len(self._passes) == 1
 
     def blocks_of(self, names: Collection[str]) -> Tensor:
-        """Return the blocks of these tensors, for `run`."""
+        """Return the blocks of these tensors, for `run`; an empty one if there are none."""
         tensors = [number for number, name in enumerate(self._layers.names) if name in names]
         is_chosen = np.isin(self._table[:, BLOCK_COLUMNS.index("tensor")], tensors)
         chosen = self._table[is_chosen & (self._table[:, 0] < self._table[:, 1])]
-        table = np.zeros((math.prod(_two_axes(len(chosen))), len(BLOCK_COLUMNS)), dtype=np.int32)
+        table = np.zeros((math.prod(_two_axes(max(1, len(chosen)))), len(BLOCK_COLUMNS)), dtype=np.int32)
         table[: len(chosen)] = chosen
         return torch.from_numpy(table).to(self._blocks.device)
 
