@@ -9,6 +9,7 @@ import torch
 
 import lamina
 from lamina.algorithms.contract import Algorithm
+from lamina.engines import state
 from lamina.engines.state import RoundSums, client_weights, copy_buffers, undo_weighting
 from lamina.rounds.aggregation import MEAN
 from small_simulations import simulation
@@ -46,6 +47,15 @@ def test_clients_are_added_with_their_weights():
     assert (sums.loss, sums.steps, sums.weight) == (pytest.approx(1.1), pytest.approx(2.2), pytest.approx(1.0))
     expected = sum(w * float((row - mean).square().sum()) for w, row in zip(weights, deltas, strict=True))
     assert sums.spread == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_spread_of_long_vectors_is_added_up_piece_by_piece(monkeypatch):
+    monkeypatch.setattr(state, "AT_A_TIME", 3)
+    test_clients_are_added_with_their_weights()
+    for length in (0, 1, 3, 4, 9):
+        one, other = draw(2, length).float()
+        expected = float((one.double() - 0.5 * other.double()).square().sum())
+        assert state._squared_distance(one, other, 0.5) == pytest.approx(expected, rel=1e-6)
 
 
 def test_changes_of_a_state_count_the_same_for_every_client():

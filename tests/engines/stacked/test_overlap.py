@@ -26,10 +26,10 @@ def watched_pass(uses, gradients, pieces=None):
     for name in uses:
         watched.save(weights[name])
         watched.save(torch.zeros(3))  # an activation
-    own = {name: torch.zeros(ROWS, size) for name, size in zip(LAYERS.names, LAYERS.sizes, strict=True)}
+    arrived = {name: torch.zeros(ROWS, size) for name, size in zip(LAYERS.names, LAYERS.sizes, strict=True)}
     for name in gradients:
-        watched.arrived(name, own[name], None)
-    watched.finish(own | (pieces or {}))
+        watched.arrived(name, arrived[name], None)
+    watched.finish(arrived | (pieces or {}))
     return watched.early
 
 
@@ -83,11 +83,11 @@ def _no_streams(monkeypatch):
 def overlapped(expected, gradients, pieces=None):
     step = FusedStep()
     run = Overlap(step, ROWS, torch.zeros(1), expected)
-    own = {name: torch.zeros(ROWS, 3) for name in LAYERS.names}
+    arrived = {name: torch.zeros(ROWS, 3) for name in LAYERS.names}
     with run.of_pass("active"):
         for name in gradients:
-            run.arrived(name, own[name], Stream())
-    return step.taken, run.finish(own | (pieces or {})), run.is_right
+            run.arrived(name, arrived[name], Stream())
+    return step.taken, run.finish(arrived | (pieces or {})), run.is_right
 
 
 @pytest.mark.usefixtures("_no_streams")
