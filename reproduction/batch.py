@@ -8,6 +8,8 @@ all methods of a name are complete, ``lamina reproduce`` computes its tables and
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import shutil
 import signal
@@ -18,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lamina.base.atomic import write_file
 from lamina.base.errors import LaminaError
 from lamina.experiment.config import load
 from lamina.experiment.trials import claims, reproduction
@@ -60,8 +63,23 @@ class Part:
         if tuning.exists():
             (self.into / "tuning").mkdir(exist_ok=True)
             shutil.move(tuning, self.into / "tuning" / name)
+        add_rows(self.folder / "tuning.csv", self.into / "tuning.csv")  # `lamina reproduce` needs all methods for it
         shutil.move(self.folder / name, self.into / name)  # last: the part is done
         shutil.rmtree(self.folder)
+
+
+def add_rows(source: Path, target: Path) -> None:
+    """Add the rows of a table to another one, which has no row of their method; columns may differ."""
+    tables = [list(csv.DictReader(io.StringIO(path.read_text()))) for path in (target, source) if path.exists()]
+    rows = [row for table in tables for row in table]
+    if rows:
+        first, *rest = ([*table[0]] for table in tables if table)  # a method's own options come before the last three
+        options = dict.fromkeys(column for columns in (first, *rest) for column in columns[:-3])
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, [*options, *first[-3:]], restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_file(target, text.getvalue().encode())
 
 
 def main() -> None:

@@ -69,6 +69,25 @@ def test_a_batch_stops_resumes_and_ends_as_lamina_reproduce_does(tmp_path, monke
     assert "verdict: " in log.read_text()
 
 
+def test_the_tuning_runs_of_every_method_are_in_one_table(tmp_path):
+    """A reproduction that is never finished keeps them, too."""
+    whole, part = tmp_path / "tuning.csv", tmp_path / "part.csv"
+    batch.add_rows(part, whole)
+    assert not whole.exists()
+    for rows in (
+        "algorithm,learning_rate,rounds,final_accuracy,chosen\nfedavg,0.1,100,0.5,True\n",
+        "algorithm,learning_rate,v_init,rounds,final_accuracy,chosen\nfedams,0.1,1e-08,100,0.7,True\n",
+        "algorithm,learning_rate,decay,rounds,final_accuracy,chosen\n",
+    ):
+        part.write_text(rows)
+        batch.add_rows(part, whole)
+    assert whole.read_text().splitlines() == [
+        "algorithm,learning_rate,v_init,rounds,final_accuracy,chosen",
+        "fedavg,0.1,,100,0.5,True",
+        "fedams,0.1,1e-08,100,0.7,True",
+    ]
+
+
 @pytest.mark.long
 def test_a_part_that_fails_is_named_with_its_log(tmp_path, capfd):
     part = batch.Part("small", "", "fedavg", ["compare", "nowhere.toml"], tmp_path / "small" / "as-given")
