@@ -464,5 +464,5 @@ def test_folders_that_are_no_reproduction(runs, presets, tmp_path):
 def test_the_scripts_examples_are_true():
     for script in (collect, page, figures, appendix, words, report):
         tried = doctest.testmod(script)
-        assert tried.attempted
+        assert tried.attempted, script
         assert not tried.failed
