@@ -50,6 +50,7 @@ def test_the_step_that_is_recorded_is_that_of_round_1(settings, monkeypatch):
     run.run(1)
     first = taken[0]
     assert structure(work) == structure(first)
+    assert [value is None for value in work.batches] == [value is None for value in first.batches]
     assert work.local.y.shape == first.local.y.shape == (2, run.objective.layers.size)
     assert {name: buffer.shape[1:] for name, buffer in work.buffers.items()} == {
         name: buffer.shape[1:] for name, buffer in first.buffers.items()

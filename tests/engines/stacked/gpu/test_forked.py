@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import subprocess
 import sys
 import time
 
@@ -47,6 +48,32 @@ def test_other_work_goes_on_until_it_waits(tmp_path):
     forked.wait()
     assert path.exists()
     forked.wait()  # it has nothing to wait for
+
+
+def test_jobs_that_nobody_needs_are_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    paths = [tmp_path / "one", tmp_path / "other"]
+    forked = start_forked([lambda path=path: (writer(path)(), time.sleep(60)) for path in paths])
+    until = time.monotonic() + 10
+    while time.monotonic() < until and not all(path.exists() and path.read_text() for path in paths):
+        time.sleep(0.01)
+    forked.stop()
+    assert all(ends_within(int(path.read_text()), seconds=5) for path in paths)
+    forked.stop()  # there is nothing left
+    forked.wait()
+
+
+def test_jobs_end_with_the_process_that_needs_them(tmp_path):
+    code = f"""
+import pathlib, os, time
+from lamina.engines.stacked.gpu.forked import start_forked
+path = pathlib.Path({str(tmp_path / "file")!r})
+start_forked([lambda: (path.write_text(str(os.getpid())), time.sleep(60))])
+while not path.exists() or not path.read_text():
+    time.sleep(0.01)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.PIPE)  # its pipe closes, too
+    assert ends_within(int((tmp_path / "file").read_text()), seconds=5)
 
 
 def test_jobs_of_a_process_that_cannot_be_forked_are_run_by_another(tmp_path, monkeypatch):
