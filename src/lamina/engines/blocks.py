@@ -40,7 +40,9 @@ class Segments:
 
     def blocks(self, size: int) -> Iterator[Tensor]:
         """Yield the vector block by block; each is valid until the next one."""
-        buffer, filled = self._segments[0].new_empty(min(size, self.length)), 0
+        buffer = self._segments[0].new_empty(min(size, self.length))
+        pieces: list[Tensor] = []
+        filled = 0
         for segment, length in zip(self._segments, self._lengths, strict=True):
             start = 0
             while start < length:
@@ -49,13 +51,13 @@ class Segments:
                 if count == size:  # a whole block needs no copy
                     yield piece
                     continue
-                buffer[filled : filled + count].copy_(piece)
+                pieces.append(piece)
                 filled += count
                 if filled == size:
-                    yield buffer
-                    filled = 0
+                    yield torch.cat(pieces, out=buffer)
+                    pieces, filled = [], 0
         if filled:
-            yield buffer[:filled]
+            yield torch.cat(pieces, out=buffer[:filled])
 
 
 class Step:
@@ -282,13 +284,16 @@ class Recording:
             wholes[number] = old if is_free else torch.empty(length, dtype=dtype)
         buffers = [torch.empty(size, dtype=dtype) for dtype in self._buffers]
         blocks = (v.blocks(size) if isinstance(v, Segments) else torch.split(v, size) for v in wholes.values())
+        count = 0
         for pieces in zip(*blocks, strict=True):
             for number, piece in zip(wholes, pieces, strict=True):
                 values[number] = piece
-            for number, buffer in self._buffer_of.items():
-                values[number] = buffers[buffer][: len(pieces[0])]
+            if len(pieces[0]) != count:  # of the first block, and perhaps of the last one
+                count = len(pieces[0])
+                for number, buffer in self._buffer_of.items():
+                    values[number] = buffers[buffer][:count]
             for function, positional, named, result in self._on_vectors:
-                named_values = {name: values[number] for name, number in named.items()}
+                named_values = {name: values[number] for name, number in named.items()} if named else {}
                 function(*[values[number] for number in positional], **named_values, out=values[result])
         for number, vector in wholes.items():
             values[number] = vector

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from lamina.rounds.aggregation import MEAN, Aggregation, Mean, combine_uploads
 from lamina.rounds.ledger import Ledger, bytes_besides_payload
 from lamina.rounds.plan import RoundFacts
 
-AT_A_TIME = 1 << 15  # elements of two vectors on a CPU, whose difference then stays in a core's cache
+AT_A_TIME = 1 << 15  # elements of vectors on a CPU, whose differences then stay in a core's cache
 
 
 @dataclass
@@ -152,10 +153,14 @@ class RoundSums:
 
 def _squared_distance(one: Tensor, other: Tensor, scale: float) -> float:
     """Return ||one - scale * other||^2 in double precision."""
-    size = AT_A_TIME if one.device.type == "cpu" else max(1, one.numel())
-    pairs = zip(torch.split(one, size), torch.split(other, size), strict=True)
-    differences = (torch.sub(part, of_other, alpha=scale).double() for part, of_other in pairs)
+    differences = (torch.sub(part, of_other, alpha=scale).double() for part, of_other in _pieces(one, other))
     return float(torch.stack([torch.dot(difference, difference) for difference in differences]).sum())
+
+
+def _pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same piece of all vectors, one after another."""
+    size = AT_A_TIME if vectors[0].device.type == "cpu" else max(1, vectors[0].numel())
+    return zip(*(torch.split(vector, size) for vector in vectors), strict=True)
 
 
 class ServerStep(NamedTuple):
@@ -178,9 +183,13 @@ def step_server(
         up = sums.privacy.private_mean(algorithm, up, plan.number, plan.share)
         info = info._replace(noise_variance=sums.privacy.noise_variance(algorithm, up, plan.number))
     server = algorithm.update(state.server, as_sent(algorithm, up), info)
-    moved = (server.x - state.server.x).double()
-    gap = sums.up.delta.double() - moved
-    return ServerStep(server, buffers, up.delta, torch.stack([torch.linalg.vector_norm(moved), torch.dot(gap, gap)]))
+    squares = []
+    for x, before, delta in _pieces(server.x, state.server.x, sums.up.delta):
+        moved = (x - before).double()
+        gap = delta.double() - moved
+        squares.append(torch.stack([torch.dot(moved, moved), torch.dot(gap, gap)]))
+    of_moved, of_gap = torch.stack(squares).sum(0)
+    return ServerStep(server, buffers, up.delta, torch.stack([of_moved.sqrt(), of_gap]))
 
 
 def close_round(
