@@ -3,6 +3,7 @@
 import csv
 import doctest
 import hashlib
+import io
 import json
 import math
 import re
@@ -34,6 +35,7 @@ sys.path.insert(0, str(ROOT / "reproduction"))  # as a script there has it
 import appendix  # noqa: E402
 import collect  # noqa: E402
 import figures  # noqa: E402
+import join  # noqa: E402
 import page  # noqa: E402
 import record  # noqa: E402
 import words  # noqa: E402
@@ -140,6 +142,51 @@ def mean_and_std(numbers):
 
 
 # --- a finished reproduction -------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_records_of_several_machines_are_joined(runs, presets, tmp_path, monkeypatch):
+    monkeypatch.setattr(join.reproduction, "find", lambda name: presets["mine"])
+    collect.collect(runs / "full", tmp_path / "whole", presets)
+    others = {"fedavg": "fedlamb", "fedlamb": "fedavg"}
+    for name, other in others.items():
+        shutil.copytree(runs / "full", tmp_path / name / "runs")
+        for path in [*(tmp_path / name).rglob(other)]:
+            shutil.rmtree(path)
+        for path in (tmp_path / name).rglob("tuning.csv"):
+            rows = path.read_text().splitlines()
+            path.write_text("\n".join(row for row in rows if not row.startswith(f"{other},")) + "\n")
+        collect.collect(tmp_path / name / "runs", tmp_path / name, presets)
+    into = tmp_path / "both" / "mine"
+    for name in (*others, "fedavg"):  # what is there already is not added again
+        join.join(tmp_path / name / "mine", into)
+    joined, whole = (json.loads((folder / "facts.json").read_text()) for folder in (into, tmp_path / "whole" / "mine"))
+    assert joined["missing"] == [join.NO_CLAIMS]
+    assert not joined["complete"]
+    for one, other in zip(joined["claims"], whole["claims"], strict=True):
+        here = {label: float(value) for label, value in other.pop("here").items()}
+        assert {label: float(value) for label, value in one.pop("here").items()} == pytest.approx(here, rel=1e-4)
+        assert one == other
+    for key in ("runs", "tuning_runs", "device", "torch", "rounds"):
+        assert joined[key] == whole[key]
+    assert joined["seconds"] == pytest.approx(whole["seconds"], abs=0.2)
+    for variant, known in whole["variants"].items():
+        assert joined["variants"][variant]["methods"] == known["methods"]
+        for table in ("rounds.csv", "tuning.csv"):
+            one, other = (
+                sorted(csv.DictReader(io.StringIO((folder / variant / table).read_text())), key=str)
+                if (folder / variant / table).exists() else []
+                for folder in (into, tmp_path / "whole" / "mine")
+            )  # fmt: skip
+            assert one == other
+
+
+@pytest.mark.long
+def test_only_runs_of_the_same_study_are_joined(runs, presets, tmp_path):
+    for name in ("full", "changed"):
+        collect.collect(runs / name, tmp_path / name, presets)
+    with pytest.raises(ValueError, match="have other settings"):
+        join.join(tmp_path / "changed" / "mine", tmp_path / "full" / "mine")
 
 
 @pytest.mark.long
