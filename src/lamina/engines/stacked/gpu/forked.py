@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 LONGEST_S = 120  # processes that take longer are stopped
 POLL_S = 0.003
-NUMBER_BYTES, MOST_JOBS = 2, 2048  # so many numbers fit into the smallest pipe
 
 Job = Callable[[], Any]
 
@@ -122,47 +121,40 @@ class Forked:
 def start_forked(jobs: Sequence[Job]) -> Forked:
     """Start to run jobs in as many processes as there are cores; a job that fails is left out.
 
-    A process takes the next job when it has ended one, because one kernel may take as long as ten others. This process
-    forks once, and the others fork each other, because a copy of a process with a GPU takes long.
+    This process forks once, and the others fork each other, because a copy of a process with a GPU takes long.
     """
-    jobs = jobs[:MOST_JOBS]
-    queue, end = os.pipe()
-    os.write(end, b"".join(number.to_bytes(NUMBER_BYTES, "little") for number in range(len(jobs))))
-    os.close(end)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about threads: they hold no lock that a compiler takes
         try:
             child = os.fork()
         except OSError as error:
-            os.close(queue)
             log.info("kernels are compiled in one process: %s", error)
             return Forked(None)
     if child == 0:
         try:
             os.setpgid(0, 0)  # so that all of them can be stopped together
-            _run_shared(jobs, queue, min(len(jobs), os.cpu_count() or 1))
+            _run_shared(jobs, os.cpu_count() or 1)
         finally:
             os._exit(0)  # without the parent's cleanup, above all CUDA's
-    os.close(queue)
     with contextlib.suppress(OSError):  # the child may have been first, or have ended
         os.setpgid(child, child)
     return Forked(child)
 
 
-def _run_shared(jobs: Sequence[Job], queue: int, processes: int) -> None:
-    """Run jobs in this process and its children, until there is no number left in the queue."""
+def _run_shared(jobs: Sequence[Job], processes: int) -> None:
+    """Run jobs in this process and its children; those of a child that cannot be forked run here."""
     children: list[int] = []
-    while processes > 1:
+    while processes > 1 and len(jobs) > 1:
         try:
             child = os.fork()
         except OSError:
             break
         if child == 0:
-            children, processes = [], processes // 2
+            children, jobs, processes = [], jobs[1::2], processes // 2
         else:
-            children, processes = [*children, child], processes - processes // 2
-    while number := os.read(queue, NUMBER_BYTES):
+            children, jobs, processes = [*children, child], jobs[::2], processes - processes // 2
+    for job in jobs:
         with contextlib.suppress(Exception):
-            jobs[int.from_bytes(number, "little")]()
+            job()
     for child in children:
         os.waitpid(child, 0)
