@@ -89,12 +89,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the results (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=4, help="that train at a time (default: %(default)s)")
     parser.add_argument("--seconds", type=float, help="stop then, after a round of each process")
+    parser.add_argument("--only", action="append", default=[], metavar="METHOD", help="train this one; may be repeated")
     parser.add_argument("--set", action="append", default=[], help="as of lamina reproduce; for all names")
     arguments = parser.parse_args()
     try:
         parts = [part for name in arguments.names for part in parts_of(name, arguments.out, arguments.set)]
     except LaminaError as error:
         parser.error(str(error))
+    methods = dict.fromkeys(part.algorithm for part in parts)
+    for method in arguments.only:
+        if method not in methods:
+            parser.error(f"--only {method}: choose from {', '.join(methods)}")
     until = float("inf") if arguments.seconds is None else time.monotonic() + arguments.seconds
     given = {stem(name): name for name in arguments.names}
     changed = [word for one in arguments.set for word in ("--set", one)]
@@ -109,7 +114,7 @@ def main() -> None:
     def log_of(name: str) -> Path:
         return arguments.out / PARTS / f"{name}.log"
 
-    waiting = [part for part in parts if not part.is_done]
+    waiting = [part for part in parts if not part.is_done and part.algorithm in (arguments.only or methods)]
     for name in given:
         evaluate(name)
     complete = train(waiting, arguments.processes, until, evaluate)

@@ -55,7 +55,18 @@ def test_a_batch_stops_resumes_and_ends_as_lamina_reproduce_does(tmp_path, monke
     assert not batch.train(list(parts), 2, time.monotonic(), completed=pytest.fail)
     assert "small fewer: fedavg: not started" in capsys.readouterr().out
 
-    monkeypatch.setattr(sys, "argv", ["batch.py", "small.toml", "--out", "runs", "--processes", "2"])
+    words = ["batch.py", "small.toml", "--out", "runs", "--processes", "2"]
+    monkeypatch.setattr(sys, "argv", [*words, "--only", "fedprox"])
+    with pytest.raises(SystemExit, match="2"):
+        batch.main()
+    assert "--only fedprox: choose from fedavg, fedlamb" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*words, "--only", "fedlamb"])
+    with pytest.raises(SystemExit, match="0"):
+        batch.main()
+    assert [part.is_done for part in parts] == [False, True, False]
+    assert not Path("runs/small/claims.json").exists()
+
+    monkeypatch.setattr(sys, "argv", words)
     for command in (batch.main, lambda: main(["reproduce", "small.toml", "--out", "alone/small", "--quiet"])):
         with pytest.raises(SystemExit) as ended:
             command()
