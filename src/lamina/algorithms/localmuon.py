@@ -71,7 +71,8 @@ def _multiply_halves(x: Tensor) -> bool:
     Where a run allows TF32, a GPU rounds factors anyway, to as many bits, and it multiplies float16 twice as fast. The
     factors are far below the largest float16, for x has singular values up to 1.2, and it holds numbers down to 6e-8.
     """
-    return x.is_cuda and x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    is_nvidia = x.is_cuda and torch.version.hip is None
+    return is_nvidia and x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
 
 
 def _take_pairs(x: Tensor) -> bool:

@@ -153,6 +153,18 @@ def test_the_memory_of_a_row_is_measured(layer):
     assert large - small >= 2 * 24 * 64 * 4  # at least the hidden layer of 24 more samples, twice
 
 
+def test_a_row_is_measured_once_and_how_many_fit_is_decided_twice(monkeypatch):
+    """Before round 1 less may be free than in round 1."""
+    measured, free = [], iter([1000, 2000])
+    monkeypatch.setattr(memory, "row_bytes", lambda problem, batch: measured.append(batch) or 100)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: next(free))
+    run = simulation("mlp", "fedlamb", "stacked")
+    own = memory.Memory(torch.device("cuda"))
+    assert own.undecided().rows_that_fit(run.engine.problem, batch=8, graphs=1) == 6
+    assert [own.rows_that_fit(run.engine.problem, batch=8, graphs=1) for _ in range(2)] == [12, 12]
+    assert measured == [8]
+
+
 def test_a_large_model_on_a_cpu_has_a_chunk_for_itself():
     data = (torch.randn(48, 8), torch.arange(48) % 3)
     for net, rows in ((nn.Linear(8, 40_000), 1), (nn.Linear(8, 100), 4660)):

@@ -43,6 +43,11 @@ class Memory:
     client_home: torch.device | None = None  # where clients' state is kept; None: decided in the first round
     _row_limit: int | None = field(default=None, repr=False)  # once more rows were seen not to fit
     _fitting_rows: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)  # by batch size and graphs
+    _row_bytes: dict[int, int] = field(default_factory=dict, repr=False)  # by batch size
+
+    def undecided(self) -> Memory:
+        """Return a memory that knows what a row needs, and finds out for itself how many fit."""
+        return Memory(self.device, _row_bytes=self._row_bytes)
 
     def cut(self, rows: list[R], problem: StackedObjective, batch: int, graphs: int) -> list[list[R]]:
         """Cut rows into chunks that fit. On a GPU they are about equally long, so that one captured step serves all.
@@ -119,7 +124,9 @@ class Memory:
             return 1 if alone else max(1, CPU_CACHE_BYTES // (start.numel() * start.element_size()))
         if (batch, graphs) not in self._fitting_rows:  # later rounds need no more than the first
             usable = free_bytes(self.device) * USABLE_FRACTION / graphs
-            self._fitting_rows[batch, graphs] = max(1, int(usable / row_bytes(problem, batch)))
+            if batch not in self._row_bytes:
+                self._row_bytes[batch] = row_bytes(problem, batch)
+            self._fitting_rows[batch, graphs] = max(1, int(usable / self._row_bytes[batch]))
         return self._fitting_rows[batch, graphs]
 
 

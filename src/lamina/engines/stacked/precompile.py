@@ -13,7 +13,6 @@ from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.gpu.launch import start_compiling_ahead
 from lamina.engines.stacked.graphs import CapturedSteps
 from lamina.engines.stacked.layers.convolution import kernels_for, wait_for_kernels
-from lamina.engines.stacked.memory import Memory
 from lamina.engines.stacked.rows import map_record, to_layout
 from lamina.engines.stacked.steps import Batches, LocalWork
 
@@ -44,7 +43,7 @@ def first_work(engine: Stacked, cohort: int, batch: int) -> LocalWork:
     algorithm, protocol, objective = engine.algorithm, engine.protocol, engine.objective
     layers, lr, needs = engine.problem.layers, protocol.lr, algorithm.needs(1)
     has_gradients = needs.full_gradient or needs.control_variate
-    memory = Memory(objective.device)  # not the engine's, which looks at the memory that is free in round 1
+    memory = engine.memory.undecided()  # the engine's own looks at the memory that is free in round 1
     rows = min(cohort, memory.rows_that_fit(engine.problem, batch, 2 if has_gradients else 1))
     x = to_layout(objective.start, engine.forward.layout)
     of_server = ServerInfo(1, lr, layers, protocol.participation, mean_gradient=x if needs.control_variate else None)
