@@ -23,8 +23,10 @@ from pathlib import Path
 from lamina.base.atomic import write_file
 from lamina.base.errors import LaminaError
 from lamina.experiment.config import load
+from lamina.experiment.runs.records import read_json
 from lamina.experiment.trials import claims, reproduction
 from lamina.experiment.trials.compare import label_folder
+from lamina.storage.files import write_json
 
 PARTS = ".parts"  # folder of the comparisons of one method each
 
@@ -57,8 +59,7 @@ class Part:
         """Move its runs to the folder of the whole comparison."""
         name = label_folder(self.algorithm)
         self.into.mkdir(parents=True, exist_ok=True)
-        if not (self.into / "config.json").exists():  # tells lamina that it may use the folder
-            shutil.copyfile(self.folder / "config.json", self.into / "config.json")
+        self._add_config()  # tells lamina that it may use the folder
         tuning = self.folder / "tuning" / name
         if tuning.exists():
             (self.into / "tuning").mkdir(exist_ok=True)
@@ -66,6 +67,15 @@ class Part:
         add_rows(self.folder / "tuning.csv", self.into / "tuning.csv")  # `lamina reproduce` needs all methods for it
         shutil.move(self.folder / name, self.into / name)  # last: the part is done
         shutil.rmtree(self.folder)
+
+    def _add_config(self) -> None:
+        """Add the method to the settings of the whole comparison."""
+        config, whole = read_json(self.folder / "config.json"), self.into / "config.json"
+        if whole.exists():
+            others = read_json(whole)
+            config["compare"]["algorithms"] = [*others["compare"]["algorithms"], *config["compare"]["algorithms"]]
+            config["algorithms"] = {**others["algorithms"], **config["algorithms"]}
+        write_json(whole, config)
 
 
 def add_rows(source: Path, target: Path) -> None:

@@ -144,49 +144,82 @@ def mean_and_std(numbers):
 # --- a finished reproduction -------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-def test_records_of_several_machines_are_joined(runs, presets, tmp_path, monkeypatch):
-    monkeypatch.setattr(join.reproduction, "find", lambda name: presets["mine"])
+def records_by_method(runs, presets, tmp_path):
+    """The record of all runs, and one of each method's, as if each had run on a machine of its own."""
     collect.collect(runs / "full", tmp_path / "whole", presets)
-    others = {"fedavg": "fedlamb", "fedlamb": "fedavg"}
-    for name, other in others.items():
+    methods = {"fedavg": "fedlamb", "fedlamb": "fedavg"}
+    for name, other in methods.items():
         shutil.copytree(runs / "full", tmp_path / name / "runs")
         for path in [*(tmp_path / name).rglob(other)]:
             shutil.rmtree(path)
         for path in (tmp_path / name).rglob("tuning.csv"):
             rows = path.read_text().splitlines()
             path.write_text("\n".join(row for row in rows if not row.startswith(f"{other},")) + "\n")
+        for path in (tmp_path / name).rglob("as-given/config.json"):
+            config = json.loads(path.read_text())
+            config["compare"]["algorithms"], config["algorithms"] = [name], {name: config["algorithms"][name]}
+            path.write_text(json.dumps(config))
         collect.collect(tmp_path / name / "runs", tmp_path / name, presets)
-    into = tmp_path / "both" / "mine"
-    for name in (*others, "fedavg"):  # what is there already is not added again
-        join.join(tmp_path / name / "mine", into)
-    joined, whole = (json.loads((folder / "facts.json").read_text()) for folder in (into, tmp_path / "whole" / "mine"))
-    assert joined["missing"] == [join.NO_CLAIMS]
-    assert not joined["complete"]
-    for one, other in zip(joined["claims"], whole["claims"], strict=True):
-        here = {label: float(value) for label, value in other.pop("here").items()}
-        assert {label: float(value) for label, value in one.pop("here").items()} == pytest.approx(here, rel=1e-4)
-        assert one == other
-    for key in ("runs", "tuning_runs", "device", "torch", "rounds"):
-        assert joined[key] == whole[key]
-    assert joined["seconds"] == pytest.approx(whole["seconds"], abs=0.2)
-    for variant, known in whole["variants"].items():
-        assert joined["variants"][variant]["methods"] == known["methods"]
-        for table in ("rounds.csv", "tuning.csv"):
-            one, other = (
-                sorted(csv.DictReader(io.StringIO((folder / variant / table).read_text())), key=str)
-                if (folder / variant / table).exists() else []
-                for folder in (into, tmp_path / "whole" / "mine")
-            )  # fmt: skip
-            assert one == other
+    return tmp_path / "whole" / "mine", [tmp_path / name / "mine" for name in methods]
+
+
+def facts_of(record):
+    return json.loads((record / "facts.json").read_text())
 
 
 @pytest.mark.long
-def test_only_runs_of_the_same_study_are_joined(runs, presets, tmp_path):
-    for name in ("full", "changed"):
-        collect.collect(runs / name, tmp_path / name, presets)
+def test_records_of_several_machines_are_joined(runs, presets, tmp_path):
+    whole, parts = records_by_method(runs, presets, tmp_path)
+    into = tmp_path / "both" / "mine"
+    into.parent.mkdir()
+    for _ in range(2):  # again, after one that was interrupted, perhaps
+        join.join(parts, into, presets["mine"])
+    joined, expected = facts_of(into), facts_of(whole)
+    assert joined["missing"] == [join.NO_CLAIMS]
+    assert not joined["complete"]
+    for one, other in zip(joined["claims"], expected["claims"], strict=True):
+        here = {label: float(value) for label, value in other.pop("here").items()}
+        assert {label: float(value) for label, value in one.pop("here").items()} == pytest.approx(here, rel=1e-4)
+        assert one == other
+    for key in ("runs", "tuning_runs", "device", "torch", "rounds", "tuning_rounds"):
+        assert joined[key] == expected[key]
+    assert joined["seconds"] == pytest.approx(expected["seconds"], abs=0.2)
+    for variant, known in expected["variants"].items():
+        assert joined["variants"][variant]["methods"] == known["methods"]
+        for table in ("rounds.csv", "tuning.csv"):
+            tables = [
+                sorted(csv.DictReader(io.StringIO(path.read_text())), key=str) if path.exists() else []
+                for path in (record / variant / table for record in (into, whole))
+            ]
+            assert tables[0] == tables[1]
+    configs = [json.loads((record / "as-given" / "config.json").read_text()) for record in (into, whole)]
+    assert configs[0]["algorithms"] == configs[1]["algorithms"]
+    assert configs[0]["compare"]["algorithms"] == ["fedavg", "fedlamb"]
+
+
+@pytest.mark.long
+def test_a_joined_record_says_what_is_missing(runs, presets, tmp_path):
+    _, (fedavg, fedlamb) = records_by_method(runs, presets, tmp_path)
+    lines = [f"as-given: fedlamb, seed {seed}: not begun" for seed in (0, 1)]
+    (fedavg / "facts.json").write_text(json.dumps(facts_of(fedavg) | {"missing": list(lines)}))
+    lines[1] = "as-given: fedlamb, seed 1: 3 of 4 rounds"  # begun on the other machine
+    facts = facts_of(fedlamb) | {"missing": lines}
+    del facts["variants"]["as-given"]["methods"]["fedlamb"]
+    (fedlamb / "facts.json").write_text(json.dumps(facts))
+    join.join([fedavg, fedlamb], tmp_path / "mine", presets["mine"])
+    assert facts_of(tmp_path / "mine")["missing"] == lines
+
+
+@pytest.mark.long
+def test_what_cannot_be_joined_is_refused_and_changes_nothing(runs, presets, tmp_path):
+    whole, (fedavg, _) = records_by_method(runs, presets, tmp_path)
+    collect.collect(runs / "changed", tmp_path / "changed", presets)
+    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match="have other settings"):
-        join.join(tmp_path / "changed" / "mine", tmp_path / "full" / "mine")
+        join.join([whole, tmp_path / "changed" / "mine"], whole, presets["mine"])
+    with pytest.raises(ValueError, match="several records have fedavg: "):
+        join.join([whole, fedavg], whole, presets["mine"])
+    assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.long
