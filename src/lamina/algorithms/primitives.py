@@ -50,9 +50,7 @@ def is_exactly(option: Number, value: float) -> bool:
 
 def add_decay(u: Tensor, y: Tensor, decay: Number) -> Tensor:
     """Return u + decay * y."""
-    if is_exactly(decay, 0):
-        return u
-    return u + decay * y if isinstance(decay, Tensor) else torch.add(u, y, alpha=decay)  # one pass instead of two
+    return u if is_exactly(decay, 0) else u + decay * y
 
 
 def add_l2(grad: Tensor, y: Tensor, options: Any) -> Tensor:

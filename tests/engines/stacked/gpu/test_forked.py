@@ -117,14 +117,16 @@ def test_a_job_that_fails_or_hangs_stops_no_other(tmp_path, monkeypatch, caplog)
     assert ends_within(int(hanging.read_text()), seconds=5)
 
 
-def test_if_the_process_that_waits_for_the_others_is_killed_they_are_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    paths = [tmp_path / "one", tmp_path / "other"]
-    forked = start_forked([lambda path=path: (writer(path)(), time.sleep(60)) for path in paths])
+@pytest.mark.parametrize("which", ["the first", "the second"])
+def test_if_a_process_is_killed_those_that_it_has_forked_are_stopped(tmp_path, monkeypatch, which):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    first, second, third, fourth = paths = [tmp_path / f"{i}" for i in range(4)]
+    sleeps = {first: 0.5, second: 60, third: 0.5, fourth: 60}  # the second is forked by the first, the fourth by it
+    forked = start_forked([lambda path=path: (writer(path)(), time.sleep(sleeps[path])) for path in paths])
     until = time.monotonic() + 10
     while time.monotonic() < until and not all(path.exists() and path.read_text() for path in paths):
         time.sleep(0.01)
-    os.kill(forked.child, 9)
+    os.kill(forked.child if which == "the first" else int(second.read_text()), 9)
     forked.wait()
     assert all(ends_within(int(path.read_text()), seconds=5) for path in paths)
 

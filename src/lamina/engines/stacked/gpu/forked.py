@@ -96,7 +96,7 @@ class Forked:
                 ended, status = os.waitpid(self.child, os.WNOHANG)
                 if ended and status == 0:
                     break
-                if ended:  # it was killed, and its children may still work
+                if ended:  # it or one of the others was killed, whose children may still work
                     self.stop()
                 elif time.monotonic() > self._end:
                     log.warning("processes that compile kernels took over %g s and are stopped", LONGEST_S)
@@ -131,18 +131,22 @@ def start_forked(jobs: Sequence[Job]) -> Forked:
             log.info("kernels are compiled in one process: %s", error)
             return Forked(None)
     if child == 0:
+        have_ended = False
         try:
             os.setpgid(0, 0)  # so that all of them can be stopped together
-            _run_shared(jobs, os.cpu_count() or 1)
+            have_ended = _run_shared(jobs, os.cpu_count() or 1)
         finally:
-            os._exit(0)  # without the parent's cleanup, above all CUDA's
+            os._exit(0 if have_ended else 1)  # without the parent's cleanup, above all CUDA's
     with contextlib.suppress(OSError):  # the child may have been first, or have ended
         os.setpgid(child, child)
     return Forked(child)
 
 
-def _run_shared(jobs: Sequence[Job], processes: int) -> None:
-    """Run jobs in this process and its children; those of a child that cannot be forked run here."""
+def _run_shared(jobs: Sequence[Job], processes: int) -> bool:
+    """Run jobs in this process and its children; return whether no child was killed, whose own may still work.
+
+    The jobs of a child that cannot be forked run here.
+    """
     children: list[int] = []
     while processes > 1 and len(jobs) > 1:
         try:
@@ -156,5 +160,5 @@ def _run_shared(jobs: Sequence[Job], processes: int) -> None:
     for job in jobs:
         with contextlib.suppress(Exception):
             job()
-    for child in children:
-        os.waitpid(child, 0)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    return not any(statuses)
