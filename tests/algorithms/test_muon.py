@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ import more_transcriptions
 import transcriptions as T  # noqa: N812
 from given_rounds import ALONE, GRADIENT, history, rounds_of, rounds_of_one_client
 from lamina import BadInput, Layers
+from lamina.algorithms import localmuon
 from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.algorithms.localmuon import COEFFICIENTS, newton_schulz
+from lamina.engines.devices import arithmetic
 from paper_problem import (
     LAYERS,
     START,
@@ -104,6 +107,45 @@ def test_long_matrices_take_fewer_operations(shape: tuple[int, ...], dtype: torc
         newton_schulz(normal(*shape).to(dtype))
     long, short = (6, 11) if 2 * m > 3 * n and dtype == torch.float32 else (10, 5)
     assert counter.get_total_flops() == shape[0] * 2 * (long * n * n * m + short * n**3)
+
+
+@LONG
+@pytest.mark.parametrize("rank", [8, 1000])
+def test_factors_in_float16_keep_small_singular_values_small(
+    shape: tuple[int, ...], rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With x itself in float16, values of zero would grow. A CPU has no product of mixed types: it is imitated."""
+    usual = torch.baddbmm
+
+    def mixed(added: Tensor, p: Tensor, q: Tensor, *out_type: torch.dtype, **options: Any) -> Tensor:
+        return usual(added, *((p.float(), q.float()) if out_type else (p, q)), **options)
+
+    monkeypatch.setattr(torch, "baddbmm", mixed)
+    monkeypatch.setattr(localmuon, "_multiply_halves", lambda x: True)
+    p, s, q = torch.linalg.svd(normal(*shape), full_matrices=False)
+    u = (p * s.masked_fill(torch.arange(s.shape[-1]) >= rank, 0.0).unsqueeze(-2) @ q).float()
+    expected = more_transcriptions.newton_schulz(u.double().numpy())
+    o = newton_schulz(u).numpy()
+    assert 1e-4 < np.linalg.norm(o - expected) / np.linalg.norm(expected) < 1.5e-2
+    close(u, (p * s.masked_fill(torch.arange(s.shape[-1]) >= rank, 0.0).unsqueeze(-2) @ q).float())  # as it was given
+
+
+@pytest.mark.parametrize(
+    ("tf32", "generation", "dtype", "expected"),
+    [
+        (True, (9, 0), torch.float32, True),
+        (False, (9, 0), torch.float32, False),
+        (True, (7, 5), torch.float32, False),  # has no TF32
+        (True, (9, 0), torch.bfloat16, False),
+    ],
+)
+def test_factors_are_halves_where_tf32_would_round_them(
+    tf32: bool, generation: tuple[int, int], dtype: torch.dtype, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: generation)
+    x: Any = SimpleNamespace(is_cuda=True, dtype=dtype, requires_grad=False, device="cuda:0")
+    with arithmetic("tf32" if tf32 else "fp32"):
+        assert localmuon._multiply_halves(x) is expected
 
 
 @LONG
