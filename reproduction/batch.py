@@ -73,7 +73,8 @@ class Part:
         config, whole = read_json(self.folder / "config.json"), self.into / "config.json"
         if whole.exists():
             others = read_json(whole)
-            config["compare"]["algorithms"] = [*others["compare"]["algorithms"], *config["compare"]["algorithms"]]
+            names = others["compare"]["algorithms"], config["compare"]["algorithms"]
+            config["compare"]["algorithms"] = list(dict.fromkeys([*names[0], *names[1]]))  # it may be moved again
             config["algorithms"] = {**others["algorithms"], **config["algorithms"]}
         write_json(whole, config)
 

@@ -46,12 +46,10 @@ def main() -> None:
 def join(records: Sequence[Path], into: Path, preset: Path) -> None:
     """Write one record of the methods of all `records`."""
     facts = [read_json(record / "facts.json") for record in records]
-    for record, known in zip(records[1:], facts[1:], strict=True):
-        if settings(record, known) != settings(records[0], facts[0]):
+    for record, each in zip(records[1:], facts[1:], strict=True):
+        if settings(record, each) != settings(records[0], facts[0]):
             raise ValueError(f"{record} and {records[0]} have other settings: only runs of one study can be joined")
-    named = [
-        (variant, method) for known in facts for variant in known["variants"] for method in methods(known, variant)
-    ]
+    named = [(variant, method) for each in facts for variant in each["variants"] for method in methods(each, variant)]
     twice = sorted({method for variant, method in named if named.count((variant, method)) > 1})
     if twice:
         raise ValueError(f"several records have {', '.join(twice)}: their runs cannot be told apart")
@@ -65,7 +63,7 @@ def join(records: Sequence[Path], into: Path, preset: Path) -> None:
         for folder in folders:
             add_rows(folder / "tuning.csv", new / variant / "tuning.csv")
         configs = [read_json(folder / "config.json") for folder in folders]
-        configs[0]["compare"]["algorithms"] = [method for known in facts for method in methods(known, variant)]
+        configs[0]["compare"]["algorithms"] = [method for each in facts for method in methods(each, variant)]
         configs[0]["algorithms"] = {name: value for config in configs for name, value in config["algorithms"].items()}
         write_json(new / variant / "config.json", configs[0])
     together = joined_facts(facts, load(preset))
@@ -73,38 +71,41 @@ def join(records: Sequence[Path], into: Path, preset: Path) -> None:
     findings = judged(read_result(new), preset)
     together["claims"] = [claim_facts(finding, small=together["scale"] == "small") for finding in findings]
     write_json(new / "facts.json", together)
-    shutil.rmtree(into, ignore_errors=True)
+    old = into.with_name(f"{into.name}.old")
+    if into.exists():
+        into.rename(old)
     new.rename(into)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def methods(facts: dict[str, Any], variant: str) -> dict[str, Any]:
     """Return the methods of a variant that have finished runs."""
-    found: dict[str, Any] = facts["variants"][variant]["methods"]
-    return found
+    by_name: dict[str, Any] = facts["variants"][variant]["methods"]
+    return by_name
 
 
 def settings(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """Return what two records must agree in."""
-    found: dict[str, Any] = {key: facts[key] for key in ("scale", "sets", "gpu", "rounds", "select")}
+    shared: dict[str, Any] = {key: facts[key] for key in ("scale", "sets", "gpu", "rounds", "select")}
     for name in facts["variants"]:
         config = read_json(folder / name / "config.json")
         compare = {key: value for key, value in config["compare"].items() if key != "algorithms"}
-        found[name] = config["data"], config["model"], config["train"], compare
-    return found
+        shared[name] = config["data"], config["model"], config["train"], compare
+    return shared
 
 
 def joined_facts(facts: Sequence[dict[str, Any]], experiment: Experiment) -> dict[str, Any]:
     """Return facts.json of all methods, without the claims."""
     together = {**facts[0], "complete": False}
-    together |= {key: sum(known[key] for known in facts) for key in SUMS}
-    together |= {key: distinct(value for known in facts for value in known[key]) for key in LISTS}
+    together |= {key: sum(each[key] for each in facts) for key in SUMS}
+    together |= {key: distinct(value for each in facts for value in each[key]) for key in LISTS}
     together["seconds"] = round(together["seconds"], 1)
     together["variants"] = {
         variant: {
-            "seconds": round(sum(known["variants"][variant]["seconds"] for known in facts), 1),
-            "runs": sum(known["variants"][variant]["runs"] for known in facts),
-            "methods": {name: method for known in facts for name, method in methods(known, variant).items()},
-            "every": math.lcm(*(known["variants"][variant]["every"] for known in facts)),
+            "seconds": round(sum(each["variants"][variant]["seconds"] for each in facts), 1),
+            "runs": sum(each["variants"][variant]["runs"] for each in facts),
+            "methods": {name: method for each in facts for name, method in methods(each, variant).items()},
+            "every": math.lcm(*(each["variants"][variant]["every"] for each in facts)),
         }
         for variant in facts[0]["variants"]
     }
@@ -114,7 +115,7 @@ def joined_facts(facts: Sequence[dict[str, Any]], experiment: Experiment) -> dic
 
 def still_missing(together: dict[str, Any], facts: Sequence[dict[str, Any]], experiment: Experiment) -> list[str]:
     """Return what no record has finished of what a preset's claims need, in the words of `collect.py`."""
-    said = [line for known in facts for line in known["missing"]]
+    lines = [line for each in facts for line in each["missing"]]
     first = experiment.train.seed
     missing = []
     for label, names in claims.needed(experiment).items():
@@ -126,7 +127,7 @@ def still_missing(together: dict[str, Any], facts: Sequence[dict[str, Any]], exp
             finished = methods(together, variant).get(name, {"seeds": []})["seeds"]
             for seed in range(first, first + experiment.compare.seeds):
                 start = f"{variant}: {name}, seed {seed}: "
-                begun = [line for line in said if line.startswith(start) and not line.endswith("not begun")]
+                begun = [line for line in lines if line.startswith(start) and not line.endswith("not begun")]
                 if seed not in finished:
                     missing.append(begun[0] if begun else f"{start}not begun")
     return missing

@@ -159,9 +159,9 @@ def test_a_row_is_measured_once_and_how_many_fit_is_decided_twice(monkeypatch):
     monkeypatch.setattr(memory, "row_bytes", lambda problem, batch: measured.append(batch) or 100)
     monkeypatch.setattr(memory, "free_bytes", lambda device: next(free))
     run = simulation("mlp", "fedlamb", "stacked")
-    own = memory.Memory(torch.device("cuda"))
-    assert own.undecided().rows_that_fit(run.engine.problem, batch=8, graphs=1) == 6
-    assert [own.rows_that_fit(run.engine.problem, batch=8, graphs=1) for _ in range(2)] == [12, 12]
+    of_engine = memory.Memory(torch.device("cuda"))
+    assert of_engine.undecided().rows_that_fit(run.engine.problem, batch=8, graphs=1) == 6
+    assert [of_engine.rows_that_fit(run.engine.problem, batch=8, graphs=1) for _ in range(2)] == [12, 12]
     assert measured == [8]
 
 

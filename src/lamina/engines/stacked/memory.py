@@ -46,7 +46,7 @@ class Memory:
     _row_bytes: dict[int, int] = field(default_factory=dict, repr=False)  # by batch size
 
     def undecided(self) -> Memory:
-        """Return a memory that knows what a row needs, and finds out for itself how many fit."""
+        """Return another memory with the sizes of rows measured so far, which decides anew how many rows fit."""
         return Memory(self.device, _row_bytes=self._row_bytes)
 
     def cut(self, rows: list[R], problem: StackedObjective, batch: int, graphs: int) -> list[list[R]]:
