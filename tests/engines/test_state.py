@@ -101,3 +101,24 @@ def test_a_server_that_diverges_is_named():
     with pytest.raises(lamina.Diverged, match="round 1: the server's step went non-finite") as caught:
         simulation("mlp", Overflows(), "loop").run(1)
     assert caught.value.client is None
+
+
+@pytest.mark.parametrize("at_a_time", [3, 1 << 15])
+def test_a_rounds_distances_are_those_of_whole_vectors(at_a_time, monkeypatch):
+    """||x+ - x||, and the mean of ||y_i - x+||^2, whatever the pieces that they are added up in."""
+    monkeypatch.setattr(state, "AT_A_TIME", at_a_time)
+    run = simulation("mlp", lamina.create("fedavg", server_lr=0.5), "loop", participation=1.0)
+    before, engine, plan = run.state, run.engine, run.plan.round(1)
+    deltas, usual = [], RoundSums.add_client
+
+    def add_client(sums, c, algorithm, up, buffers, **more):
+        deltas.append(up.delta)
+        usual(sums, c, algorithm, up, buffers, **more)
+
+    monkeypatch.setattr(RoundSums, "add_client", add_client)
+    after, report = engine.run_round(before, plan)
+    moved = after.server.x - before.server.x
+    weights = state.client_weights(plan, run.protocol.by_examples)
+    assert report.update_norm == pytest.approx(float(moved.norm()), rel=1e-9)
+    distances = [float((delta - moved).square().sum()) for delta in deltas]
+    assert report.consistency == pytest.approx(sum(w * d for w, d in zip(weights, distances, strict=True)), rel=1e-9)
